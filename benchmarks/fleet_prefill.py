@@ -145,6 +145,7 @@ class Prefill:
             def step(part: int = part) -> None:
                 if self.incarnation == life:
                     self.stepping(lambda: self._computed(request_id, table, tokens, part))
+                    self.serving(self._settle)  # which orders it
 
             self.clock.after(seconds * part / PREFILL_STEPS, step)
         return PushFrom(self.key(""), self.engine, pm.PrefillRef(request_id, None), home, DIGEST)
@@ -159,7 +160,6 @@ class Prefill:
             nonce = secrets.token_bytes(16)
             self.leases.hold(request_id, nonce, self.clock.now, LEASE_S, tables)
             self.pushes.finished(request_id, nonce, tables, self._step)
-        self._settle()
 
     def arrive(self, frame: bytes, client: bytes, deliver: Callable[[bytes], None]) -> None:
         """A message has come; `deliver` takes the answer's frame."""

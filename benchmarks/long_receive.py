@@ -48,7 +48,8 @@ COPIES = 5
 
 
 class Turns:
-    """Times the turns of a loop's thread, in seconds: of its processor time, and of the clock for the longest."""
+    """Times the turns of a loop's thread, in seconds: of its processor time, and of the clock for the longest. Counts
+    them, and those that are longer than the goal."""
 
     def __init__(self, loop: TransferLoop) -> None:
         self._turn = loop._turn
@@ -58,6 +59,7 @@ class Turns:
     def begin(self) -> None:
         """Forget what was."""
         self.longest = self.longest_wall = self.in_all = 0.0
+        self.count = self.over = 0
 
     def _timed(self, now: float) -> None:
         began, at = time.thread_time(), time.perf_counter()
@@ -65,6 +67,8 @@ class Turns:
         took, wall = time.thread_time() - began, time.perf_counter() - at
         self.longest, self.longest_wall = max(self.longest, took), max(self.longest_wall, wall)
         self.in_all += took
+        self.count += 1
+        self.over += took > TURN_GOAL_MS / 1e3
 
 
 class Binding:
@@ -221,6 +225,8 @@ class Round(NamedTuple):
     longest_wall: float
     bound: float
     call: float
+    turns: int
+    over: int
 
 
 def rounds(decode: Decode, asked: Iterable[ReceiveRequest]) -> tuple[list[Round], Mapping[str, Any]]:
@@ -231,7 +237,7 @@ def rounds(decode: Decode, asked: Iterable[ReceiveRequest]) -> tuple[list[Round]
         counted = decode.receive(request)
         took = time.perf_counter() - began
         of_thread = turns.in_all, turns.longest, turns.longest_wall, binding.in_all, binding.call
-        made.append(Round(*(1e3 * seconds for seconds in (took, *of_thread))))
+        made.append(Round(*(1e3 * seconds for seconds in (took, *of_thread)), turns.count, turns.over))
         if enough([one.took / 1e3 for one in made]):
             break
     return made, counted
@@ -279,6 +285,8 @@ def measure(name: str, tokens: int, transport: str, place: Place) -> tuple[dict[
         "longest_turn_ms": round(median.longest, 2),
         "longest_of_all_ms": round(max(one.longest for one in made), 2),
         "goal_ms": TURN_GOAL_MS,
+        "turns": sum(one.turns for one in made),
+        "over_goal": sum(one.over for one in made),
         "longest_turn_wall_ms": round(median.longest_wall, 2),
     }
     return row, turn | beside(decode.steps, alone)

@@ -2,10 +2,11 @@
 
 A prompt of at least eight prefill steps goes twice through the same prefill instance, which keeps no prefixes, to two
 decode instances: one reads when the prefill has finished, one is written into while it computes. The link is slowed to
-where moving the whole prompt takes about as long as computing it beside that, which is measured first. The time is from
-the end of the prefill (its answer) to the decode instance's first token. Both must give the same tokens, or the
-benchmark fails: bytes that arrived wrong, or too late, are no gain. After what is timed, one prompt is pushed again and
-verified: the two sides compare sums of all that was written, and the benchmark fails unless they did.
+where moving the whole prompt takes about as long as computing it beside that took the latest prompts before it: a
+machine that others share computes twice as fast from one minute to the next. The time is from the end of the prefill
+(its answer) to the decode instance's first token. Both must give the same tokens, or the benchmark fails: bytes that
+arrived wrong, or too late, are no gain. After what is timed, one prompt is pushed again and verified: the two sides
+compare sums of all that was written, and the benchmark fails unless they did.
 
 With `--one-step` the prompt takes a single step, and pushes are written layer by layer (`push_when`), of two models: 16
 layers of attention, and 40 layers of which ten are attention and the others have states. What is exposed is the time
@@ -61,6 +62,8 @@ prefill waits there behind what is written, and the end of the prefill is seen a
 AHEAD_S, AHEAD_BYTES = 0.01, 131072
 """That many seconds of the link, but two of its packets at least: with less the link idles between them."""
 KNOWN = {**MODELS, DEEP.name: DEEP, DEEP_HYBRID.name: DEEP_HYBRID}
+LATEST = 3
+"""Of so many prefills before it the link of a prompt takes the median."""
 COUNTED_S = 10.0
 """Within which a server has counted what its last request moved."""
 
@@ -69,8 +72,9 @@ COUNTED_S = 10.0
 class Result:
     """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull. `prefill`
     is that beside a push, `transfer` what the bytes take over the link at its rate. `local` is the first token's of a
-    prompt of one token, `exposed` what a push adds to it, as a part of what a pull adds: of the whole transfer, as it
-    is measured. `compared` is what was found equal: the tokens of every request, the bytes of one push."""
+    prompt of one token, `exposed` what a push adds to it, as a part of what the pull of the same prompt adds: of the
+    whole transfer, as it is measured. `compared` is what was found equal: the tokens of every request, the bytes of one
+    push."""
 
     model: str
     compared: str
@@ -240,15 +244,22 @@ def compare_bytes(pair: Pair, push: Server, prompt: Sequence[int], pulled: Answe
         sys.exit(f"sums of {verified} pushes were compared, and not of the last one alone: see the servers' logs")
 
 
-def slow_down_to_prefill(pair: Pair, push: Server, size: int, prompts: Sequence[Sequence[int]]) -> float:
+def slow_down_to_prefill(pair: Pair, push: Server, size: int, prompts: Sequence[Sequence[int]]) -> list[float]:
     """Slow the link to where `size` bytes take as long as the prefill beside their push, and return these seconds. On
     shared cores that prefill takes longer than others, the more so on a slow link, so a first guess is corrected."""
-    seconds = 0.0
+    seconds: list[float] = []
     for some in (prompts[:1], prompts[1:]):
-        seconds = float(np.median([pair.push(push, prompt).prefill for prompt in some]))
-        slow_down(8e-6 * size / seconds)
-        SENT_AHEAD.write_text(str(max(AHEAD_BYTES, round(AHEAD_S * size / seconds))))
+        seconds = [pair.push(push, prompt).prefill for prompt in some]
+        fit_link(size, seconds)
     return seconds
+
+
+def fit_link(size: int, seconds: Sequence[float]) -> float:
+    """Have the link take the median of these seconds for `size` bytes, and return it."""
+    middle = float(np.median(seconds))
+    slow_down(8e-6 * size / middle)
+    SENT_AHEAD.write_text(str(max(AHEAD_BYTES, round(AHEAD_S * size / middle))))
+    return middle
 
 
 def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKENS, push_when: str = "steps") -> Result:
@@ -261,25 +272,31 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
         pair = Pair(model, prefill, side_port(prefill), answer["remote_engine_id"])
         both_ways(pair, puller, pusher, warm)  # the handshakes
         size = counted(puller, "vllm:pd_received_bytes_total")
-        seconds = slow_down_to_prefill(pair, pusher, size, others[:4])
-        print(f"{model}: {size} bytes, link slowed to {8e-6 * size / seconds:.1f} Mbit/s", flush=True)
+        prefills = slow_down_to_prefill(pair, pusher, size, others[:4])
         rows = []
         for prompt in others[4:]:  # in turns, so that whatever else happens on the machine meets both
+            transfer = fit_link(size, prefills[-LATEST:])
             pulled, pushed = both_ways(pair, puller, pusher, prompt)
+            prefills.append(pushed.prefill)
             alone = event_times(pusher.url, body(model, [0]))[0]
-            rows.append(1e3 * np.array([pulled.seconds, pushed.seconds, alone, pushed.prefill]))
-            print("  pull {:.0f} ms, push {:.0f} ms, alone {:.0f} ms, prefill {:.0f} ms".format(*rows[-1]), flush=True)
+            rows.append(1e3 * np.array([pulled.seconds, pushed.seconds, alone, pushed.prefill, transfer]))
+            print(
+                f"  {model}: {size} bytes, "
+                "pull {:.0f} ms, push {:.0f}, alone {:.0f}, prefill {:.0f}, the link {:.0f}".format(*rows[-1]),
+                flush=True,
+            )
         compare_bytes(pair, pusher, others[-1], pulled)
         slow_down(None)
-    pull, push, local, prefilled = np.median(rows, axis=0).tolist()
+    pull, push, local, prefilled, moving = np.median(rows, axis=0).tolist()
+    exposed = float(np.median([(row[1] - row[2]) / (row[0] - row[2]) for row in rows]))
     pull_worst, push_worst, *_ = np.max(rows, axis=0).tolist()
     return Result(
         model=model,
         compared="tokens, bytes",
         requests=requests,
         prefill=round(prefilled, 1),
-        transfer=round(1e3 * seconds, 1),
-        link_mbit=round(8e-6 * size / seconds, 1),
+        transfer=round(moving, 1),
+        link_mbit=round(8e-3 * size / moving, 1),
         prompt_bytes=size,
         pull=round(pull, 1),
         pull_worst=round(pull_worst, 1),
@@ -287,7 +304,7 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
         push_worst=round(push_worst, 1),
         ratio=round(push / pull, 3),
         local=round(local, 1),
-        exposed=round((push - local) / (pull - local), 3),
+        exposed=round(exposed, 3),
     )
 
 

@@ -73,7 +73,7 @@ for server in servers:
 
 
 def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
-    """Of an order to write more of one prefill, with so many pushes under way, and of a round of its thread."""
+    """Of an order to write more of one prefill, with so many pushes under way, and of a round of its thread else."""
     table, now = PushTable(1, 30.0), 0.0
     blocks = TABLE
     home, digest = InstanceAddress("d", "ab" * 16, "127.0.0.1", 5600), "0" * 16
@@ -85,8 +85,8 @@ def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
         )
     seen, orders, rounds = 0, Meter(), Meter()
     for rep in range(reps):
-        name_ = f"r-{rep % in_flight}"
-        orders(lambda name_=name_, rep=rep: table.progressed(name_, blocks, 128 * (1 + rep // in_flight), rep))
+        step = f"r-{rep % in_flight}", blocks, 128 * (1 + rep // in_flight), rep
+        orders(lambda step=step: (table.progressed(*step), table.tick(now)))
         seen += 2 if rep < in_flight else 1
         table.await_commands(AwaitCommands(bytes(16), 0, seen), (b"w", rep), now)
         rounds(lambda: (table.tick(now), table.replies.take(), table.next_deadline()))

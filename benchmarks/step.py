@@ -11,7 +11,7 @@ the interpreter from the threads that are measured. The cases:
   of each, where the steps of AT_ONCE become orders; a process in a worker's place takes them;
 - a forward announces LAYERS layers (`push_when: layers`) while a push waits for it, per layer, a sleep apart: the
   transfer thread sleeps again before the next wave wakes it where what was written of the waves before has arrived; it
-  looks by itself while others are written, and where a device computes them behind their launch.
+  looks by itself while others are written, and where a device computes them behind their launch; and nothing is done.
 
 Where other processes want the processor, the least step says what it costs.
 
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.report import write  # noqa: E402
-from benchmarks.step_nothing import nothing  # noqa: E402
+from benchmarks.step_nothing import layers_of_nothing, nothing  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
 from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402
 from vllm_pd_connector.compat.memory import marker  # noqa: E402
@@ -67,14 +67,9 @@ BLOCK_TOKENS = 16
 IN_FLIGHT, BLOCKS = 256, 16  # requests, and blocks of each
 AT_ONCE = 8  # prefills in one step's budget of tokens
 PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
-LAYERS = (16, 32, 80)
 GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
-LAYER_GOAL, LAYER_S = 5.0, 2e-5
-CALM, WRITTEN, COMPUTED = (
-    "while nothing is under way",
-    "while others are written",
-    "computed behind its launch",
-)
+LAYERS, LAYER_GOAL, LAYER_S = (16, 32, 80), 5.0, 2e-5
+CALM, WRITTEN, COMPUTED = "while nothing is under way", "while others are written", "computed behind its launch"
 WORKER = """
 import sys, time
 from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Commands
@@ -129,10 +124,12 @@ def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> 
     roles = {"is_kv_producer": kv_role == "kv_producer", "is_kv_consumer": kv_role == "kv_consumer"}
     names = {"engine_id": kv_role, "kv_role": kv_role, "kv_buffer_device": "cpu"}
     transfer = SimpleNamespace(kv_connector_extra_config=settings, **names, **roles)
-    sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"), 1)
+    sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "decode_context", "prefill_context")}
     place = {"data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1"}
-    parallel = SimpleNamespace(local_engines_only=False, **place, **sizes)
-    model = SimpleNamespace(enable_sleep_mode=False, is_mm_prefix_lm=False, is_diffusion=False, multimodal_config=None)
+    parallel = SimpleNamespace(local_engines_only=False, data_parallel_backend="mp", **place, **sizes)
+    model = SimpleNamespace(
+        enable_sleep_mode=False, is_mm_prefix_lm=False, uses_mrope=False, is_diffusion=False, multimodal_config=None
+    )
     scheduling = SimpleNamespace(disable_chunked_mm_input=False)
     others = {"num_prefill_lookahead_tokens": 0, "lora_config": None, "scheduler_config": scheduling}
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=model, **others)
@@ -221,14 +218,13 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
     of AT_ONCE of them at a time."""
     home = engine.scheduler.scheduler.producer.home
     assert home is not None
-    address, client, sent = endpoint(home.host, home.port), SideChannelClient(), []
-    names = []
+    address, client, sent, ids = endpoint(home.host, home.port), SideChannelClient(), [], {}
     for number in range(IN_FLIGHT):
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"t-{number}"}
         begun = request(number, params, num_computed_tokens=0, status=RequestStatus.RUNNING)
         engine.scheduler.on_new_request(begun)
-        engine.tables[begun.request_id] = [[block.block_id for block in engine.blocks()]]
-        names.append(begun.request_id)
+        ids[begun.request_id] = [block.block_id for block in engine.blocks()]
+        engine.tables[begun.request_id] = [[]]
         if wanted:
             theirs = (BlockTable.of(0, range(1, BLOCKS + 1)),)
             there = InstanceAddress("decode", "ab" * 16, "127.0.0.1", 5600)
@@ -240,15 +236,17 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
 
     def all_wanted() -> bool:
         client.receive()
-        return pushes._such(names, lambda prefill: bool(prefill.registrations)) == set(names)
+        return pushes._such(ids, lambda prefill: bool(prefill.registrations)) == ids.keys()
 
     if wanted:
         until(all_wanted, "every prefill to be wanted")
     client.close()
+    names = list(ids)
 
     def step(number: int) -> Any:
         turn, first = divmod(number, len(names) // AT_ONCE)
         now = names[first * AT_ONCE : (first + 1) * AT_ONCE]
+        engine.tables |= {name: [ids[name][: turn + 1]] for name in now}
         return scheduled({name: (turn * BLOCK_TOKENS, BLOCK_TOKENS) for name in now})
 
     return step
@@ -376,6 +374,8 @@ def cases(reps: int) -> list[dict[str, Any]]:
         )
         engine.scheduler.shutdown()
         assert worker.wait(30.0) == 0, "the process in the worker's place failed"
+    floor = layers_of_nothing(LAYERS[0], min(reps, 100), LAYER_S)
+    rows.append(row(f"a layer of {LAYERS[0]}, a connector that does nothing", "forward", floor, LAYER_GOAL))
     rows += [announce_layers(count, min(reps, 100), told) for count in LAYERS for told in (WRITTEN, COMPUTED, CALM)]
     loader.scheduler.shutdown()
     holder.scheduler.shutdown()

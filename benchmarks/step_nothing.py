@@ -3,6 +3,7 @@ asked for and merged, and nothing is in them."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,3 +48,16 @@ def nothing() -> SimpleNamespace:
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     scheduler, worker = (Nothing(config, role, None) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     return SimpleNamespace(scheduler=scheduler, worker=worker)
+
+
+def layers_of_nothing(count: int, reps: int, apart_s: float) -> list[float]:
+    """Microseconds that it takes for one of so many layers, which come so far apart, per step."""
+    hook, times = nothing().worker.save_kv_layer, []
+    for _ in range(reps):
+        times.append(0.0)
+        for _ in range(count):
+            time.sleep(apart_s)
+            began = time.perf_counter()
+            hook("a layer", None, None)
+            times[-1] += (time.perf_counter() - began) * 1e6 / count
+    return times
