@@ -13,7 +13,6 @@ import random
 import re
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from examples.launch import Server, Servers, StartError, post, router_spec, vllm_spec  # noqa: E402
+from examples.launch import Server, Servers, StartError, opened, post, router_spec, vllm_spec  # noqa: E402
 from examples.make_models import MODELS, make  # noqa: E402
 from examples.stages import Progress  # noqa: E402
 
@@ -45,7 +44,7 @@ def complete(url: str, model: str, prompt: Sequence[int]) -> tuple[list[int], fl
 
 def received_bytes(decode: Server) -> float:
     """Bytes that the connector has read so far, from the decode instance's Prometheus series."""
-    with urllib.request.urlopen(f"{decode.url}/metrics", timeout=30) as answer:
+    with opened(f"{decode.url}/metrics", timeout=30) as answer:
         return sum(map(float, RECEIVED.findall(answer.read().decode())))
 
 

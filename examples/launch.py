@@ -273,14 +273,14 @@ def _wait_until_healthy(servers: Sequence[Server], timeout: float, progress: Pro
 
 def _answers(server: Server) -> bool:
     try:
-        with _OPENER.open(f"{server.url}{server.spec.health}", timeout=5):
+        with opened(f"{server.url}{server.spec.health}", timeout=5):
             return True
     except (urllib.error.URLError, OSError):
         return False
 
 
 # A proxy of the environment's does not reach what runs here.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+opened = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 def _start_error(server: Server, what: str) -> StartError:
@@ -341,5 +341,5 @@ def post(url: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
     )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
+    with opened(request, timeout=timeout) as answer:
         return json.load(answer)

@@ -178,8 +178,8 @@ spec:
             readOnlyRootFilesystem: true
             capabilities: {{ drop: [ALL] }}
           resources:
-            requests: {{ cpu: 500m, memory: 256Mi }}
-            limits: {{ memory: 1Gi }}
+            requests: {{ cpu: 500m, memory: 512Mi }}
+            limits: {{ memory: 4Gi }}
 """
 
 MODEL = """\
