@@ -129,7 +129,7 @@ def events(url: str, request: Mapping[str, Any]) -> list[tuple[float, bytes]]:
     """The events of a streamed completion: seconds from sending it, and the event's JSON.
 
     Raises:
-        RuntimeError: an HTTP error or a stream without tokens.
+        RuntimeError: an HTTP error, a stream without tokens or one that broke off.
     """
     address = urlsplit(url)
     connection = HTTPConnection(address.hostname or "", address.port, timeout=180)
@@ -141,9 +141,11 @@ def events(url: str, request: Mapping[str, Any]) -> list[tuple[float, bytes]]:
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(f"HTTP {response.status}: {response.read()[:300]!r}")
-        lines = [(time.perf_counter() - started, line) for line in response if line.startswith(b'data: {"id"')]
+        lines = [(time.perf_counter() - started, line) for line in response if line.startswith(b"data: {")]
     finally:
         connection.close()
+    if broken := [line for _, line in lines if not line.startswith(b'data: {"id"')]:
+        raise RuntimeError(f"a stream that broke off: {broken[0][:300]!r}")
     if not lines:
         raise RuntimeError("a stream without tokens")
     return [(seconds, line.removeprefix(b"data: ")) for seconds, line in lines]

@@ -5,7 +5,10 @@
 
 lm-eval asks both over the completions API (its `local-completions`), greedily and with the same requests, so with
 float32 and equal batches the answers are the same text. The score says how good the model is; the share of identical
-answers says whether the cache that was handed over is the one that would have been computed.
+answers says whether the cache that was handed over is the one that would have been computed. Each evaluation has a
+`cache_salt` of its own: an instance that was asked the same before, as the plain one or in a former run, has no cache
+of it. With --decode the run fails (1) unless as many caches came to those instances as requests were sent, and none
+failed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +26,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.accuracy.recall_task import END, samples
+from vllm_pd_connector import instance_info
 
 RECALL = "recall"
 RECALL_PAIRS = (40, 80, 160, 240)
@@ -101,7 +106,50 @@ def evaluate(url: str, model: str, tasks: Sequence[Any], *, limit: int | None, a
         batch_size=1,
         log_samples=True,
         bootstrap_iters=0,
+        gen_kwargs={"cache_salt": uuid.uuid4().hex},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """How many receives ended well so far, and how many failed, over some decode instances and all their ranks."""
+
+    ended: int
+    failed: int
+
+    def lacks(self, requests: int, before: Received) -> str:
+        """What is wrong if so many requests were sent since, "" if nothing is."""
+        ended, failed = self.ended - before.ended, self.failed - before.failed
+        if failed or ended < requests:
+            return f"{ended} caches were received for {requests} requests, and {failed} receives failed"
+        return ""
+
+
+ENDED, FAILED = "vllm:pd_receives_total", "vllm:pd_failed_receives_total"
+
+
+def received(urls: Sequence[str]) -> Received:
+    """What decode instances say of it on `/metrics`.
+
+    Raises:
+        OSError: one does not answer.
+        ProtocolError: what one answers is no exposition.
+        RuntimeError: one has no such series.
+    """
+    counts = {ENDED: 0.0, FAILED: 0.0}
+    for url in urls:
+        with instance_info.opened(f"{url.rstrip('/')}/metrics", timeout=30) as answer:
+            found = [one for one in instance_info.samples(answer.read().decode()) if one.name in counts]
+        if not found:
+            raise RuntimeError(f"{url}/metrics has no series of PDConnector's receives: is it a decode instance?")
+        for one in found:
+            counts[one.name] += one.value
+    return Received(int(counts[ENDED]), int(counts[FAILED]))
+
+
+def requests_of(result: Any) -> int:
+    """How many requests lm-eval sent for this result: one for each document and filter's answers once."""
+    return sum(len({sample["doc_id"] for sample in logged}) for logged in result["samples"].values())
 
 
 def outcomes(plain: Any, pd: Any) -> list[Outcome]:
@@ -139,6 +187,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--plain", required=True, metavar="URL", help="base URL of a plain instance")
     parser.add_argument("--pd", required=True, metavar="URL", help="base URL of the router")
+    parser.add_argument(
+        "--decode", nargs="+", metavar="URL", help="its decode instances, which must receive every cache"
+    )
     parser.add_argument("--model", default=RECALL, help="the served model's name")
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"])
     parser.add_argument("--recall", action="store_true", help="the recall task instead of --tasks")
@@ -147,17 +198,26 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=8, help="requests in flight")
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     options = parser.parse_args()
+    plain_url, pd_url = options.plain.rstrip("/"), options.pd.rstrip("/")
+    if plain_url == pd_url:
+        parser.error(f"--plain and --pd are both {pd_url}: it would be compared with itself")
     tasks = [recall_config(options.limit or 200)] if options.recall else options.tasks
-    plain, pd = (
-        evaluate(url.rstrip("/"), options.model, tasks, limit=options.limit, at_once=options.at_once,
-                 few=options.num_fewshot)
-        for url in (options.plain, options.pd)
-    )  # fmt: skip
+
+    def asked(url: str) -> Any:
+        few, at_once = options.num_fewshot, options.at_once
+        return evaluate(url, options.model, tasks, limit=options.limit, at_once=at_once, few=few)
+
+    plain = asked(plain_url)
+    before = received(options.decode or ())
+    pd = asked(pd_url)
+    wrong = received(options.decode).lacks(requests_of(pd), before) if options.decode else ""
     found = outcomes(plain, pd)
     print(table(found))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
-    return 0
+    if wrong:
+        print(f"nothing is proved: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python benchmarks/accuracy/recall.py [--pairs pull pull-blocks …] [--questions 200] [--json FILE]
 
-Trains the models first if they are not there (minutes). Exits with 1 if a pair's score is not the plain one, or if one
-with corrupted transfers scores CORRUPT_BELOW or more: then the task could not see a wrong cache.
+Trains the models first if they are not there (minutes). Exits with 1 if a pair's score is not the plain one, if one
+with corrupted transfers scores CORRUPT_BELOW or more (then the task could not see a wrong cache), or if not every cache
+was received, also those that are corrupted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from benchmarks.accuracy.compare import (  # noqa: E402
     evaluate,
     outcomes,
     recall_config,
+    received,
+    requests_of,
     table,
 )
 from benchmarks.accuracy.train_recall import ATTENTION, STATES, ensure  # noqa: E402
@@ -85,7 +88,11 @@ def ask(server: Server, model: str, questions: int) -> Any:
 
 
 def run(name: str, servers: Servers, plain: Any, questions: int) -> Outcome:
-    """Start a pair, ask it everything, end it."""
+    """Start a pair, ask it everything, end it.
+
+    Raises:
+        RuntimeError: not every cache was received.
+    """
     pair = PAIRS[name]
 
     def side(role: str, block: int | None) -> Spec:
@@ -95,7 +102,11 @@ def run(name: str, servers: Servers, plain: Any, questions: int) -> Outcome:
     prefill, decode = servers.start(side("kv_producer", pair.p_block), side("kv_consumer", pair.d_block))
     [router] = servers.start(router_spec(f"{name}-router", [prefill.url], [decode.url]))
     try:
-        [found] = outcomes(plain, ask(router, pair.model, questions))
+        before = received([decode.url])
+        pd = ask(router, pair.model, questions)
+        if wrong := received([decode.url]).lacks(requests_of(pd), before):
+            raise RuntimeError(f"{name}: {wrong}")
+        [found] = outcomes(plain, pd)
         return found
     finally:
         servers.stop(router, prefill, decode)

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pd_test_plugins.corrupt import exchanged
 
-from benchmarks.accuracy.compare import RECALL_PAIRS, STATES_PAIRS
+from benchmarks.accuracy.compare import RECALL_PAIRS, STATES_PAIRS, Received
 from benchmarks.accuracy.recall_task import END, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS, samples
 from benchmarks.accuracy.train_recall import ATTENTION, COURSES, STATES, batch
 from vllm_pd_connector.geometry.runs import Runs
@@ -70,14 +70,20 @@ def test_the_switch_exchanges_bytes_of_runs_and_moves_as_many(lengths: list[int]
         assert same.sum() == 1 or not np.any(changed.source[same] == runs.source[same])
 
 
-def looks_up(wrong_every: int = 0) -> TestServer:
-    """A completions API that knows the answers, except for one question in `wrong_every`."""
+def looks_up(wrong_every: int = 0, salts: set[str] | None = None, counted: float = 1.0) -> TestServer:
+    """A completions API that knows the answers, except for one question in `wrong_every`. It says that it received
+    `counted` caches for each."""
     asked = 0
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(text=f'vllm:pd_receives_total{{engine="0"}} {asked * counted}\n')
 
     async def complete(request: web.Request) -> web.Response:
         nonlocal asked
         asked += 1
         body: dict[str, Any] = await request.json()
+        if salts is not None:
+            salts.add(body["cache_salt"])
         words = body["prompt"].split()
         right = words[words.index(words[-1]) + 1]
         text = " v_" if wrong_every and asked % wrong_every == 0 else f" {right} "
@@ -85,30 +91,58 @@ def looks_up(wrong_every: int = 0) -> TestServer:
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/metrics", metrics)
     return TestServer(app)
 
 
-def test_both_scores_their_difference_and_identical_answers(tmp_path: Path) -> None:
-    async def main() -> str:
-        plain, pd = looks_up(), looks_up(wrong_every=3)
-        for server in (plain, pd):
-            await server.start_server()
-        command = [sys.executable, str(COMPARE), "--recall", "--limit", str(QUESTIONS), "--json", tmp_path / "found"]
-        command += ["--plain", str(plain.make_url("/")), "--pd", str(pd.make_url("/"))]
-        process = await asyncio.create_subprocess_exec(
-            *map(str, command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        )
-        output, errors = await process.communicate()
-        for server in (plain, pd):
-            await server.close()
-        assert process.returncode == 0, errors.decode()
-        return output.decode()
+async def compared(tmp_path: Path, plain: TestServer, pd: TestServer) -> tuple[int, str, str]:
+    """The command's status, output and errors."""
+    for server in (plain, pd):
+        await server.start_server()
+    command = [sys.executable, str(COMPARE), "--recall", "--limit", str(QUESTIONS), "--json", tmp_path / "found"]
+    command += ["--plain", str(plain.make_url("/")), "--pd", str(pd.make_url("/")), "--decode", str(pd.make_url("/"))]
+    process = await asyncio.create_subprocess_exec(
+        *map(str, command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+    )
+    output, errors = await process.communicate()
+    for server in (plain, pd):
+        await server.close()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
 
-    output = asyncio.run(main())
+
+def test_both_scores_their_difference_and_identical_answers(tmp_path: Path) -> None:
+    of_plain, of_pd = set[str](), set[str]()
+    status, output, errors = asyncio.run(
+        compared(tmp_path, looks_up(salts=of_plain), looks_up(wrong_every=3, salts=of_pd))
+    )
+    assert status == 0, errors
+    assert len(of_plain) == len(of_pd) == 1 and of_plain != of_pd, "neither has a cache of what was asked before"
     [found] = json.loads((tmp_path / "found").read_text())
     assert (found["plain"], found["answers"]) == (1.0, QUESTIONS)
     assert found["pd"] == found["identical"] == pytest.approx(2 / 3)
     assert "-0.333" in output
+
+
+def test_answers_without_as_many_caches_prove_nothing(tmp_path: Path) -> None:
+    status, output, errors = asyncio.run(compared(tmp_path, looks_up(), looks_up(counted=0.5)))
+    assert status == 1 and "1.000" in output
+    assert (
+        f"nothing is proved: {QUESTIONS // 2} caches were received for {QUESTIONS} requests, and 0 receives" in errors
+    )
+
+
+def test_an_instance_is_not_compared_with_itself() -> None:
+    command = [sys.executable, str(COMPARE), "--plain", "http://a:1/", "--pd", "http://a:1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "it would be compared with itself" in done.stderr
+
+
+def test_a_failed_receive_and_one_of_another_run_are_told_apart() -> None:
+    before = Received(10, 3)
+    assert Received(30, 3).lacks(20, before) == ""
+    assert "1 receives failed" in Received(30, 4).lacks(20, before)
+    assert "19 caches were received for 20 requests" in Received(29, 3).lacks(20, before)

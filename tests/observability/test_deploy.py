@@ -16,7 +16,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_pd_connector.observability.series import PDPromMetrics
-from vllm_pd_connector.observability.stats import BY_PEER, FailureKind, NotHeld, PDStats, Phase
+from vllm_pd_connector.observability.stats import BY_PEER, ComputedHere, FailureKind, NotHeld, PDStats, Phase
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +28,14 @@ GROUPED = re.compile(r"\b(?:by|on|without)\s*\(([^)]*)\)")
 OF_SCRAPES = {"instance", "job", "exported_instance", "le"}
 """Labels that Prometheus adds; `exported_instance` is what it makes of the router's own `instance`."""
 VALUES = {"reason": {kind.value for kind in FailureKind}, "phase": {phase.value for phase in Phase}}
-OTHER_REASONS = {"vllm:pd_prefills_not_held_total": {reason.value for reason in NotHeld}}
-OF_VLLM = {"vllm:prompt_tokens_total": frozenset({"model_name", "engine"})}
+OTHER_REASONS = {
+    "vllm:pd_prefills_not_held_total": {reason.value for reason in NotHeld},
+    "vllm:pd_prompts_computed_here_total": {reason.value for reason in ComputedHere},
+}
+OF_VLLM = {
+    "vllm:prompt_tokens_total": frozenset({"model_name", "engine"}),
+    "vllm:prompt_tokens_by_source_total": frozenset({"model_name", "engine", "source"}),
+}
 """Series of vLLM's own that rules ask for."""
 
 

@@ -16,7 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm_pd_connector import __version__, plugin
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.observability.series import PDPromMetrics
-from vllm_pd_connector.observability.stats import MAX_PEERS, MAX_SAMPLES, OTHER, FailureKind, NotHeld, PDStats, Phase
+from vllm_pd_connector.observability.stats import (
+    MAX_PEERS,
+    MAX_SAMPLES,
+    OTHER,
+    ComputedHere,
+    FailureKind,
+    NotHeld,
+    PDStats,
+    Phase,
+)
 
 
 def config(**extra: Any) -> Any:
@@ -73,9 +82,12 @@ def test_prefills_that_are_not_held_are_counted_by_their_reason():
     stats.not_held(NotHeld.WEIGHTS, 2)
     later.not_held(NotHeld.WEIGHTS, 1)
     later.not_held(NotHeld.ABORTED, 1)
+    later.computed_here(ComputedHere.BATCH, 3)
     later.gauge("weights unnamed", 1)
     assert not stats.is_empty()
     page.observe(stats.aggregate(later))
+    here = {reason.value: page.value("vllm:pd_prompts_computed_here_total", reason=reason) for reason in ComputedHere}
+    assert here == {"own": 0, "batch": 3, "used": 0, "outdated": 0}
     rows = {reason.value: page.value("vllm:pd_prefills_not_held_total", reason=reason) for reason in NotHeld}
     assert rows == {"weights": 3, "role": 0, "refused": 0, "ended": 0, "aborted": 1}
     assert page.value("vllm:pd_weights_unnamed") == 1

@@ -21,6 +21,7 @@ vllm:pd_leased_blocks{engine="0"} 30.0
 vllm:pd_leased_blocks_limit{engine="0"} 80.0
 vllm:pd_failed_pushes_total{engine="0",reason="deadline"} 0.0
 vllm:pd_failed_pushes_total{engine="0",reason="transfer_failed"} 2.0
+vllm:pd_prefills_not_held_total{engine="0",reason="aborted"} 4.0
 vllm:pd_transport_info{engine="0",transport="mooncake",protocol="rdma"} 1.0
 vllm:pd_phase_seconds_bucket{engine="0",phase="transfer",le="0.1"} 9.0
 vllm:pd_quarantined_blocks{engine="0"} NaN
@@ -35,13 +36,22 @@ def later(page: str, given: str) -> str:
 def test_a_look_has_what_a_page_says():
     look = read(PREFILL, "http://p", 1.0)
     assert (look.requests, look.values["leases"], look.values.get("quarantined_blocks")) == (3, 3, None)
-    assert look.failures == {"deadline": 0, "transfer_failed": 2} and look.protocols == {"rdma"}
+    assert look.failures == {"push deadline": 0, "push transfer_failed": 2, "not held: aborted": 4}
+    assert look.protocols == {"rdma"} and "prefills_not_held_total" not in look.values
     assert look.links == {("to", "d", "nixl"): 5e6}
 
 
 def test_who_is_left_by_clients_alone_is_well():
     [row] = instance_rows([read(PREFILL, "http://p", 1.0)], {})
-    assert row.wrong
+    assert row.wrong and row.failures == "4 not held: aborted, 2 push transfer_failed"
+    well = PREFILL.replace('"transfer_failed"} 2.0', '"transfer_failed"} 0.0')
+    for page, told in (
+        (well, ""),
+        (well.replace('"aborted"} 4.0', '"weights"} 4.0'), "4 not held: weights"),
+        (f'{well}vllm:pd_weights_unnamed{{engine="0"}} 1.0\n', "4 not held: aborted, weights unnamed"),
+    ):
+        [row] = instance_rows([read(page, "http://p", 1.0)], {})
+        assert row.wrong is bool(told) and row.failures == (told or "4 not held: aborted")
     assert not replace(row, failures="3 aborted").wrong and not replace(row, failures="").wrong
     assert replace(row, failures="3 aborted, 1 deadline").wrong and replace(row, failures="", problem="away").wrong
 
@@ -49,7 +59,7 @@ def test_who_is_left_by_clients_alone_is_well():
 def test_two_looks_give_rates_and_one_gives_none():
     first, second = read(PREFILL, "http://p", 1.0), read(later(PREFILL, "9e6"), "http://p", 3.0)
     [row] = instance_rows([first], {})
-    assert row.given_bytes is None and row.failures == "2 transfer_failed"
+    assert row.given_bytes is None and row.failures == "4 not held: aborted, 2 push transfer_failed"
     [row] = instance_rows([second], {"http://p": first})
     assert row.given_bytes == 2e6 and (row.leases, row.leased_blocks, row.leased_blocks_limit) == (3, 30, 80)
     assert instance_cells(row)[5:9] == ("0 B/s", "2.0 MB/s", "3", "30/80")

@@ -20,6 +20,7 @@ from tests.support.scheduler.halves import (
 )
 from vllm_pd_connector.metadata import BadParameters, Refusal
 from vllm_pd_connector.observability.stats import FailureKind, PDStats
+from vllm_pd_connector.scheduler import operations
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.net.keys import create_secret
 
@@ -58,6 +59,29 @@ def test_what_is_held_or_is_no_prefill_for_another_does_not_count(producer: Sche
     hand_over(producer)
     end(producer, None, "x")
     assert counted(producer) == {}
+
+
+def test_a_prompt_that_is_computed_though_it_came_for_caches_counts(producer: SchedulerHalf) -> None:
+    half, pool = make_half("kv_consumer")
+    half.stats()
+    params = hand_over(producer, "cmpl-a-0-0123abcd")
+    for name in ("cmpl-a-1-89abcdef", "cmpl-a-2-89abcdef", "resp_x_1-0123abcd"):
+        half.on_new_request(make_request(name, params))
+    stats = half.stats()
+    assert stats is not None and stats.data["computed_here"] == {"batch": 2, "used": 1}
+    receive_of(half, pool, make_request("cmpl-a-0-89abcdef", params))
+    stats = half.stats()
+    assert stats is None or not stats.data["computed_here"], "each once, and what is loaded not at all"
+
+
+def test_so_does_one_of_which_the_caches_had_come_when_the_weights_changed(
+    producer: SchedulerHalf, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, _ = consumer
+    monkeypatch.setattr(operations, "compute_here", lambda _scheduler, name, *, at_once: name == "d-1")
+    half.operations._compute_here({"d-1", "gone"}, at_once=False)
+    stats = half.stats()
+    assert stats is not None and stats.data["computed_here"] == {"outdated": 1}
 
 
 def test_a_prefill_at_a_decode_instance_counts_for_its_role(consumer: Consumer) -> None:

@@ -84,6 +84,18 @@ def test_equal_contents_are_verified_and_counted(decode):
         assert (decode.worker.memory == decode.expected()).all()
 
 
+def test_a_receive_without_a_sum_is_not_counted_as_verified(decode, monkeypatch):
+    """As between instances whose pages are opaque."""
+    with contextlib.closing(Verifying()) as prefill:
+        with monkeypatch.context() as without:
+            for module in (checksum_server, compare):
+                without.setattr(module, "checksums", lambda *_: [])
+            assert decode.received(prefill.held("r0")) == [True]
+        assert decode.received(prefill.held("r1")) == [True]
+        decode.until(lambda: decode.verified, "the count")
+        assert decode.verified == 1
+
+
 def test_who_makes_sums_has_the_caches_device(monkeypatch):
     """In a thread of another device each rank of a host would begin a context on the first GPU, beside its caches."""
     made = []

@@ -62,6 +62,10 @@ _SERIES_BY_REASON = {
         "vllm:pd_prefills_not_held",
         "Prefills for decode instances that ended and are not held for one, by reason.",
     ),
+    "computed_here": (
+        "vllm:pd_prompts_computed_here",
+        "Requests that came for caches and use none: what the prefix cache lacks is computed here, by reason.",
+    ),
 }
 _SERIES_BY_PEER = {
     "peer_bytes": ("vllm:pd_peer_received_bytes", "Bytes that came from this peer, summed over ranks."),

@@ -59,12 +59,24 @@ class NotHeld(StrEnum):
     ABORTED = "aborted"
 
 
+class ComputedHere(StrEnum):
+    """Why nothing is used of what a request came for with good parameters, so that this instance computes what its
+    prefix cache lacks; a small closed set, used as a label."""
+
+    OWN = "own"
+    BATCH = "batch"
+    USED = "used"
+    OUTDATED = "outdated"
+
+
 COUNTS = (
     "bytes", "runs", "descriptors", "receives", "verified", "given_bytes", "given", "leases_expired",
     "leases_over_limit", "relinked", "conversations_kept", "conversations_read", "conversations_dropped",
     "turns_computed", "turns_read", "turn_tokens",
 )  # fmt: skip
-REASONS: dict[str, type[StrEnum]] = {"failures": FailureKind, "failed_pushes": FailureKind, "not_held": NotHeld}
+REASONS: dict[str, type[StrEnum]] = {
+    "failures": FailureKind, "failed_pushes": FailureKind, "not_held": NotHeld, "computed_here": ComputedHere,
+}  # fmt: skip
 BY_REASON = tuple(REASONS)
 BY_PEER = ("peer_bytes", "peer_receives", "peer_failures", "peer_given_bytes", "peer_given")
 LABELLED = (*BY_REASON, *BY_PEER)
@@ -105,6 +117,10 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
     def not_held(self, reason: NotHeld, amount: int) -> None:
         """So many prefills for decode instances ended and are not held."""
         self._add("not_held", reason.value, amount)
+
+    def computed_here(self, reason: ComputedHere, amount: int) -> None:
+        """So many requests that came for caches are computed here."""
+        self._add("computed_here", reason.value, amount)
 
     def of_peer(self, what: str, peer: str, amount: int = 1) -> None:
         """Count in a table of `BY_PEER`; `peer` is an engine's id."""

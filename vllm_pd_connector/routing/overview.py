@@ -16,12 +16,13 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo, of_labels, samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 _PREFIX = "vllm:pd_"
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _LINKS: dict[str, Literal["from", "to"]] = {"peer_received_bytes_total": "from", "peer_given_bytes_total": "to"}
-_BY_REASON = ("failed_receives_total", "failed_pushes_total")
+_BY_REASON = {"failed_receives_total": "", "failed_pushes_total": "push ", "prefills_not_held_total": "not held: "}
+"""What stands before a reason in `Look.failures`."""
 _NAME = 64
 """Characters of a name that are shown: ids are a UUID and a rank."""
 
@@ -29,8 +30,8 @@ _NAME = 64
 @dataclass(frozen=True, slots=True)
 class Look:
     """One instance at one moment (`at`, seconds of any clock). `values` are the unlabelled series without `vllm:pd_`,
-    summed over engines; `failures` count by reason; `links` are bytes by direction, peer and transport. `problem` says
-    why there is nothing, empty if there is."""
+    summed over engines; `failures` count by reason (`_BY_REASON`); `links` are bytes by direction, peer and transport.
+    `problem` says why there is nothing, empty if there is."""
 
     url: str
     at: float
@@ -108,10 +109,10 @@ def read(page: str, url: str, at: float) -> Look:
         elif name in _LINKS:
             links[_LINKS[name], labels.get("peer", ""), labels.get("transport", "")] += value
         elif name in _BY_REASON:
-            failures[labels.get("reason", "")] += value
+            failures[_BY_REASON[name] + labels.get("reason", "")] += value
         elif name == "transport_info":
             protocols.add(labels.get("protocol", ""))
-        elif "le" not in labels and "phase" not in labels:
+        elif not {"le", "phase", "reason"} & labels.keys():
             values[name] += value
     if not engines:
         raise ProtocolError("/metrics: no instance with PDConnector that tells its metrics")
@@ -149,9 +150,15 @@ def _row(look: Look, before: Look | None) -> InstanceRow:
         held_back=whole("prefills_held_back"),
         quarantined_blocks=whole("quarantined_blocks"),
         free_blocks=whole("free_blocks"),
-        failures=", ".join(f"{int(n)} {reason}" for reason, n in sorted(look.failures.items()) if n),
+        failures=", ".join(_failures(look)),
         problem=look.problem,
     )
+
+
+def _failures(look: Look) -> Iterator[str]:
+    yield from (f"{int(number)} {reason}" for reason, number in sorted(look.failures.items()) if number)
+    if look.values.get("weights_unnamed"):
+        yield "weights unnamed"
 
 
 def link_rows(now: Iterable[Look], before: Mapping[str, Look]) -> list[LinkRow]:

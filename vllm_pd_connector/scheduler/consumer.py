@@ -30,6 +30,7 @@ from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import OtherWeights, ProtocolError, Withdrawn
 from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
+from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.params.parse import (
     RemoteBootstrap,
@@ -45,8 +46,8 @@ from vllm_pd_connector.protocol.params.parse import (
 from vllm_pd_connector.scheduler.bootstrap import Searches
 from vllm_pd_connector.scheduler.conversations.turns import Turns
 from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
-from vllm_pd_connector.scheduler.pending import REMEMBER, Receive, Used, computed_here, reading_of, start_of, to_fill
-from vllm_pd_connector.scheduler.sources import BATCH, OWN, USED, Sources, named
+from vllm_pd_connector.scheduler.pending import REMEMBER, Computed, Receive, Used, reading_of, start_of, to_fill
+from vllm_pd_connector.scheduler.sources import Sources, named
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
@@ -90,6 +91,7 @@ class Consumer:
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
         self._used = Used()
+        self.computed = Computed()
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
@@ -100,7 +102,7 @@ class Consumer:
                 self.sources.require_role()
                 return
             if later_round(request.request_id):  # the first may have been another engine's of this instance
-                return computed_here(request, USED)
+                return self.computed.here(request, ComputedHere.USED)
             if names_bootstrap(params):
                 self._look_up(request, parse_remote_bootstrap(params))
                 return
@@ -122,7 +124,7 @@ class Consumer:
         self._known[push.prefill] = None
         if self.sources.are_here(push.engine_id):
             self._renewer.decline(address, push.prefill, time.monotonic())
-            return computed_here(request, OWN)
+            return self.computed.here(request, ComputedHere.OWN)
         self._receives[request.request_id] = Receive(push, self.sources.prefilled_tokens(request))
         self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
 
@@ -134,16 +136,16 @@ class Consumer:
         """
         address, reading = reading_of(remote, request)
         self._known[remote.lease] = None
-        needless = ""
+        needless = None
         if later_of_batch(request.request_id):
-            needless = BATCH
+            needless = ComputedHere.BATCH
         elif self.sources.are_here(remote.remote_engine_id):
             self._renewer.drop(address, reading, release=True)
-            needless = OWN
+            needless = ComputedHere.OWN
         elif not reading.shared and self._used.up(remote.lease, self._receives.values()):
-            needless = USED  # of several choices one may come late, and is waited for
-        if needless:
-            return computed_here(request, needless)
+            needless = ComputedHere.USED  # of several choices one may come late, and is waited for
+        if needless is not None:
+            return self.computed.here(request, needless)
         try:
             self.sources.require_fit(request, remote)
         except ProtocolError:
@@ -207,7 +209,7 @@ class Consumer:
             )
         if self.sources.are_here(remote.remote_engine_id):
             self._searches.decline(prefill, found, time.monotonic())
-            return computed_here(request, OWN)
+            return self.computed.here(request, ComputedHere.OWN)
         self._receives[request.request_id] = Receive(None, self.sources.prefilled_tokens(request), found=found)
         self._renewer.keep_prefill(request.request_id, lambda: self._searches.address(found), prefill)
 

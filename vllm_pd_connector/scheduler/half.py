@@ -320,7 +320,8 @@ class SchedulerHalf:
             *((quarantine.num_blocks, quarantine.num_free_blocks) if quarantine is not None else ()),
         )
         counters = producer.counted, producer.lending.counted, self.consumer.turns.counted
-        if gauges == self._gauges and not (self._not_held or producer.given or any(counters)):
+        computed = self.consumer.computed.counted
+        if gauges == self._gauges and not (self._not_held or computed or producer.given or any(counters)):
             return None
         self._gauges = gauges
         stats = PDStats()
@@ -334,6 +335,9 @@ class SchedulerHalf:
         for reason, amount in self._not_held.items():
             stats.not_held(reason, amount)
         self._not_held.clear()
+        for why, amount in computed.items():
+            stats.computed_here(why, amount)
+        computed.clear()
         for name, value in zip(GAUGES, gauges, strict=False):
             stats.gauge(name, value)
         return stats

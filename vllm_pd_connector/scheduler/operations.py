@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.operations import compute_here, watch, with_adapter
+from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME
 
@@ -190,5 +191,6 @@ class Operations:
         for request_id in request_ids:
             if compute_here(self._scheduler, request_id, at_once=at_once):
                 self._beside.forget_blocks(request_id)
+                self._consumer.computed.counted[ComputedHere.OUTDATED] += 1
                 logger.warning("request %s: the caches that have come for it are not used, it is computed here",
                                request_id)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import first_lacking
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import draw_attempt
+from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 REMEMBER = 4096
+_NOT_LOADED = {
+    ComputedHere.OWN: "its prefill is this instance's own",
+    ComputedHere.BATCH: "its completion has several prompts, and the router knows the prefill of the first alone",
+    ComputedHere.USED: "an earlier request has had what it brings, as between the tool calls of a response",
+}
 
 
 @dataclass(slots=True)
@@ -88,9 +95,17 @@ def reading_of(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
     return address, Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))
 
 
-def computed_here(request: Request, why: str) -> None:
-    """Nothing is loaded for a request that brings good parameters: vLLM computes what its prefix cache lacks."""
-    logger.info("request %s: %s: nothing is loaded, what the prefix cache lacks is computed", request.request_id, why)
+class Computed:
+    """Requests that bring good parameters, and for which nothing is loaded: vLLM computes what its prefix cache lacks.
+    `counted` since somebody took them."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[ComputedHere] = Counter()
+
+    def here(self, request: Request, reason: ComputedHere) -> None:
+        self.counted[reason] += 1
+        why, name = _NOT_LOADED[reason], request.request_id
+        logger.info("request %s: %s: nothing is loaded, what the prefix cache lacks is computed", name, why)
 
 
 def to_fill(

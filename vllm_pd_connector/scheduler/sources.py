@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.metadata import Source
     from vllm_pd_connector.protocol.params.bootstrap import HostPort
 
-OWN = "its prefill is this instance's own"
-BATCH = "its completion has several prompts, and the router knows the prefill of the first alone"
-USED = "an earlier request has had what it brings, as between the tool calls of a response"
 """Why nothing is loaded for a request whose parameters are good."""
 
 

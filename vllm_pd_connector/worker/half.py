@@ -320,13 +320,32 @@ class WorkerHalf:
 
 
 def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
-    """Checksums fold all tokens of a request into one number, which ranks with a share of them cannot make.
+    """Checksums fold all tokens of a request into one number, which ranks with a share of them cannot make; and of
+    opaque pages nobody knows the elements (`geometry.checksums.digest`).
 
     Raises:
-        InvalidConfig: receives are to be verified, and tokens are interleaved over ranks.
+        InvalidConfig: receives are to be verified, and tokens are interleaved over ranks or all pages are opaque.
     """
-    if config.verify != "off" and (size := max(group.share.size for group in manifest.groups)) > 1:
+    if config.verify == "off":
+        return
+    if (size := max(group.share.size for group in manifest.groups)) > 1:
         raise InvalidConfig(
             f'verify: "{config.verify}" here, but {size} decode-context parallel ranks hold the tokens in turns, whose '
             'checksums this version cannot compare; set verify to "off", or --decode-context-parallel-size to 1'
+        )
+    opaque = [tensor for tensor in manifest.tensors if tensor.opaque]
+    if opaque and len(opaque) == len(manifest.tensors):
+        raise InvalidConfig(
+            f'verify: "{config.verify}" here, but the pages of all {len(opaque)} caches are moved as opaque bytes '
+            f'({opaque[0].layer}: {opaque[0].opaque}), of which nothing can be compared; set verify to "off"'
+        )
+    if opaque:
+        logger.warning(
+            'verify: "%s" compares %d of %d caches: pages of %s (%s) and others like it are moved as opaque bytes, of '
+            "which nothing can be compared",
+            config.verify,
+            len(manifest.tensors) - len(opaque),
+            len(manifest.tensors),
+            opaque[0].layer,
+            opaque[0].opaque,
         )

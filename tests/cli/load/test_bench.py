@@ -45,7 +45,9 @@ if {act!r} == "tells its key":
         file.write(os.environ["OPENAI_API_KEY"])
 slow = 2 if given["--base-url"].endswith("slow") else 1
 figures = {{key: 8.0 * slow for key in {keys!r}}}
-figures |= {{"completed": int(given["--num-prompts"]) - {lost}, "failed": {lost}, "latencies": [1.0]}}
+answered = int(given["--num-prompts"]) - {lost}
+figures |= {{"completed": answered, "failed": {lost}, "latencies": [1.0]}}
+figures["total_output_tokens"] = answered * int(given["--random-output-len"]) - ({act!r} == "breaks off")
 if {act!r} == "forgets":
     del figures["p90_ttft_ms"]
 if {act!r} != "keeps nothing":
@@ -61,7 +63,7 @@ class Stand:
         self.path, self.seen = directory / "vllm-stand-in", directory / "seen"
 
     def does(self, act: str = "", lost: int = 0) -> str:
-        keys = [key for key in Measured.__struct_fields__ if key not in ("completed", "failed")]
+        keys = [key for key in Measured.__struct_fields__ if key.endswith(("_ms", "_throughput", "duration"))]
         self.path.write_text(STAND_IN.format(python=sys.executable, seen=str(self.seen), act=act, lost=lost, keys=keys))
         self.path.chmod(0o755)
         return str(self.path)
@@ -92,13 +94,15 @@ class Naming(http.server.BaseHTTPRequestHandler):
 class Serving(Naming):
     """Answers completions, too, in four events."""
 
+    ends: tuple[dict[str, object], ...] = ({"choices": [], "usage": {"completion_tokens": 4}},)
+
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         asked = self.path == "/v1/completions"
         self.send_response(200 if asked else 404)
         self.end_headers()
         if asked:
-            events = [{"choices": [{"text": "a"}]}] * 4 + [{"choices": [], "usage": {"completion_tokens": 4}}]
+            events = [*[{"choices": [{"text": "a"}]}] * 4, *self.ends]
             self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -216,6 +220,7 @@ def test_each_run_has_other_prompts_unless_a_seed_is_given(
     [
         ("ends", 0, Exit.REFUSED, "vllm bench serve ended with status 1: ValueError: no tokenizer ?[2J"),
         ("", 2, Exit.REFUSED, "98 of 100 requests were answered, so nothing is compared"),
+        ("breaks off", 0, Exit.REFUSED, "9999 of 10000 tokens were answered: answers broke off"),
         ("forgets", 0, Exit.UNREADABLE, "left a result without what is measured: Object missing required field"),
         ("keeps nothing", 0, Exit.UNREADABLE, "left no result: No such file or directory"),
         ("hangs", 0, Exit.LATE, "is not measured after 0.5 s"),
@@ -262,3 +267,18 @@ def test_vllms_own_command_takes_the_words_and_leaves_the_figures(capsys: pytest
         [row] = json.loads(capsys.readouterr().out)["setups"]
     assert (row["completed"], row["failed"]) == (3, 0)
     assert 0 < row["p50_ttft_ms"] <= row["p99_ttft_ms"] <= row["p99_e2el_ms"] and row["output_throughput"] > 0
+
+
+class BreakingOff(Serving):
+    """As a router does whose decode instance ends within an answer."""
+
+    ends = ({"error": {"message": "the decode instance has gone", "code": 502}},)
+
+
+@pytest.mark.libraries
+def test_answers_that_break_off_are_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(BreakingOff) as url:
+        words = ["--requests", "3", "--prompt-tokens", "20", "--answer-tokens", "40", "--at-once", "2"]
+        assert main(["bench", url, *words]) == Exit.REFUSED
+    out, err = capsys.readouterr()
+    assert out == "" and "of 120 tokens were answered: answers broke off" in err

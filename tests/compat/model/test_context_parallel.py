@@ -105,6 +105,23 @@ def test_checksums_are_refused_where_ranks_hold_shares_of_the_tokens() -> None:
         _require_whole_checksums(parse_config({"verify": "all"}), manifest)
 
 
+def test_checksums_are_refused_where_all_pages_are_opaque_and_those_that_are_get_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known = SimpleNamespace(layer="model.layers.0", opaque="")
+    packed = SimpleNamespace(layer="model.layers.1", opaque="TURBOQUANT uint8 packed")
+    groups = transfer_groups(config_of(FULL), WHOLE)
+    every = parse_config({"verify": "all"})
+    for tensors, told in (([known], False), ([known, packed], True)):
+        caplog.clear()
+        _require_whole_checksums(every, SimpleNamespace(groups=groups, tensors=tensors))  # type: ignore[arg-type]
+        assert ("compares 1 of 2 caches: pages of model.layers.1 (TURBOQUANT" in caplog.text) is told
+    manifest: Any = SimpleNamespace(groups=groups, tensors=[packed])
+    _require_whole_checksums(parse_config({}), manifest)
+    with pytest.raises(InvalidConfig, match=r'the pages of all 1 caches are moved as opaque .*; set verify to "off"'):
+        _require_whole_checksums(every, manifest)
+
+
 def test_ranks_that_vllm_cannot_tell_apart_are_all_served_in_their_order() -> None:
     """Two prefill-context ranks of two tensor ranks: vLLM keeps one entry for each tensor rank."""
     ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -61,12 +61,24 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[Model]
 
 
+class Load(msgspec.Struct, frozen=True):
+    """What each set-up gets: tokens are those of each request."""
+
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    rate: float | None
+    at_once: int | None
+    seed: int
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What vLLM's file says of one set-up: times in milliseconds, `duration` in seconds, throughputs per second."""
 
     duration: float
     completed: int
     failed: int
+    total_output_tokens: int
     request_throughput: float
     output_throughput: float
     mean_ttft_ms: float
@@ -136,14 +148,7 @@ def bench(
     program = _program(command)
     models = [_model(url) for _, url in named]
     chosen = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-    load = {
-        "requests": requests,
-        "prompt_tokens": prompt_tokens,
-        "answer_tokens": answer_tokens,
-        "rate": rate,
-        "at_once": at_once,
-        "seed": chosen,
-    }
+    load = Load(requests, prompt_tokens, answer_tokens, rate, at_once, chosen)
     words = [
         program, "bench", "serve", "--dataset-name", "random", "--num-prompts", str(requests), "--seed", str(chosen),
         "--random-input-len", str(prompt_tokens), "--random-output-len", str(answer_tokens),
@@ -154,12 +159,12 @@ def bench(
     ]  # fmt: skip
     with _sigterm_raises():
         found = [
-            (name, url, measure(url, [*words, "--model", one.root, "--served-model-name", one.id], requests, timeout))
+            (name, url, measure(url, [*words, "--model", one.root, "--served-model-name", one.id], load, timeout))
             for (name, url), one in zip(named, models, strict=True)
         ]
     if json:
         rows = [{"name": name, "url": url, **msgspec.structs.asdict(one)} for name, url, one in found]
-        emit_json("bench", {"load": load, "setups": rows})
+        emit_json("bench", {"load": msgspec.structs.asdict(load), "setups": rows})
     else:
         emit("\n".join(table(lines({name: one for name, _, one in found}))))
     return Exit.OK
@@ -179,8 +184,9 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def measure(url: str, words: list[str], requests: int, timeout: float) -> Measured:
-    """Have vLLM measure one set-up.
+def measure(url: str, words: list[str], load: Load, timeout: float) -> Measured:
+    """Have vLLM measure one set-up. It counts an answer that breaks off behind its first token as a good one, so the
+    tokens are counted, too: its random prompts are answered whole, whatever the model would end at.
 
     Raises:
         CommandError: the measurement failed, or a request of it did.
@@ -208,9 +214,15 @@ def measure(url: str, words: list[str], requests: int, timeout: float) -> Measur
             last = _last_line(said)
             raise CommandError(f"{url}: vllm bench serve ended with status {ended.returncode}: {last}")
         found = _read(result, url)
+    requests, tokens = load.requests, load.requests * load.answer_tokens
     if found.failed or found.completed != requests:
         raise CommandError(
             f"{url}: {found.completed} of {requests} requests were answered, so nothing is compared; its log says why"
+        )
+    if found.total_output_tokens < tokens:
+        raise CommandError(
+            f"{url}: {found.total_output_tokens} of {tokens} tokens were answered: answers broke off, so nothing is "
+            "compared; its log says why"
         )
     return found
 

@@ -51,7 +51,7 @@ class ChecksumComparison:
         """Ask for the prefill side's checksums and make ours; what they say comes back to this thread."""
         request, lease = active.request, active.lease
         assert lease is not None and active.plan is not None
-        active.verified, unfilled = True, active.plan.unfilled
+        unfilled = active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
         ours, theirs = common_starts(starts, active.plan, request.stop)
         mine = active.summing = self._summing.submit(self._sums, request.blocks, ours, request.stop)
@@ -70,7 +70,12 @@ class ChecksumComparison:
                 return
             error = problem.exception()
             text = problem.result() if error is None else f"{type(error).__name__}: {error}"
-            self._results.append(lambda at: drive(active, receives.Compared(text), at, FailureKind.VERIFICATION))
+
+            def told(at: float) -> None:
+                active.verified = bool(text or mine.result())  # without a sum nothing was compared
+                drive(active, receives.Compared(text), at, FailureKind.VERIFICATION)
+
+            self._results.append(told)
             self._wake.set()
 
         def answered(outcome: Outcome, at: float) -> None:
