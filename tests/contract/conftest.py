@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support.scheduler.engines import Engine, transfer
+from vllm_pd_connector.scheduler.leases import lease_renewer
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of which nothing is heard for 2 s is computed, and this machine may stand still for so long."""
+    monkeypatch.setattr(lease_renewer, "ASK_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture(params=[False, True], ids=["one step", "overlapping steps"])

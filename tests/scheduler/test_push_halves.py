@@ -249,7 +249,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefi
     assert answer() == pm.Pushed(pm.PushState.DONE, "", True, request_id="p-1")
 
 
-@pytest.mark.parametrize("prefill", [{"kv_lease_duration": 1.0}], indirect=True)
+@pytest.mark.parametrize("prefill", [{"kv_lease_duration": 3.0}], indirect=True)
 def test_a_prefill_that_nobody_asks_for_is_freed_when_its_lease_ends(prefill):
     request = prefill.arrive()
     prefill.half.request_finished(request, ([5, 6, 7],))

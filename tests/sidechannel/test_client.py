@@ -193,6 +193,7 @@ def test_servers_that_are_asked_at_once_do_not_push_out_each_other_while_others_
     puppet, client, monkeypatch
 ):
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 2)
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.NEW_S", 3600.0)
     known = endpoint("127.0.0.1", puppet.port)
     client.send(known, m.Release(()), PATIENCE_S)
     answer(puppet)

@@ -228,7 +228,7 @@ def test_a_link_that_is_hung_up_ends_on_both_sides(exchange: Callable[..., Liven
     here, there = exchange("here"), exchange("there")
     opened(here, there, "there").hang_up()
     until(lambda: not there._arriving, "its end there")
-    assert not here._lines
+    until(lambda: not here._lines, "its end here")
 
 
 def frame(payload: bytes) -> bytes:

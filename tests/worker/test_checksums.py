@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.descriptors import no_descriptor_left
-from tests.support.worker.decode_instance import Decode, Prefill
+from tests.support.worker.decode_instance import Decode, Prefill, set_deadline
 from tests.support.worker.late_memory import LateMemory
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
@@ -122,18 +122,19 @@ def test_no_deadline_ends_a_receive_whose_sums_this_worker_still_makes(decode, m
     """One thread makes them for all receives, and of long prompts they take seconds."""
     go_on = threading.Event()
     monkeypatch.setattr(compare, "checksums", lambda *given: (go_on.wait(60.0), checksums(*given))[1])
-    object.__setattr__(decode.loop._receives._limits, "read_s", 0.05)
     with contextlib.closing(Verifying()) as prefill:
         decode.loop.submit([prefill.held("a")], [])
 
-        def late() -> bool:
-            active = decode.active("a")
-            return (
-                active.machine.state is ReceiveState.VERIFYING and (active.machine.next_deadline() or 0.0) > begun + 0.5
-            )
+        def verifies() -> bool:
+            return (active := decode.active("a")) is not None and active.machine.state is ReceiveState.VERIFYING
 
+        decode.until(verifies, "the comparison")
+        active = decode.active("a")
+        object.__setattr__(decode.loop._receives._limits, "read_s", 0.05)
+        set_deadline(decode.loop, active)
         begun = time.monotonic()
-        decode.until(lambda: decode.active("a") is not None and late(), "several deadlines to pass")
+        decode.until(lambda: (active.machine.next_deadline() or 0.0) > begun + 0.5, "several deadlines to pass")
+        decode.until(lambda: active.comparing, "the other side's sums")
         go_on.set()
         assert decode.wait_for("a") == [True] and not decode.failures
 
@@ -144,7 +145,9 @@ def test_what_was_compared_and_not_yet_said_is_waited_for(decode, monkeypatch):
     turn = comparison.turn
 
     def a_deadline_before(now: float) -> None:
-        if comparison._results and (active := decode.loop._receives._active.get("a")) is not None:
+        if not comparison._results:
+            return
+        if (active := decode.loop._receives._active.get("a")) is not None:
             assert active.machine.state is ReceiveState.VERIFYING and active.summing.done()
             decode.loop._receives._tick(active, now + 100.0)
             late.append(active.reported)

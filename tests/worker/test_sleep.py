@@ -31,7 +31,7 @@ def prefill(variant: str) -> Iterator[Instance]:
 @pytest.fixture
 def decode(variant: str) -> Iterator[Decode]:
     name, options = VARIANTS[variant]
-    config = Config(transport="loopback", staging_bytes=0, transfer_timeout=DEADLINE_S, handshake_timeout=DEADLINE_S)
+    config = Config(transport="loopback", staging_bytes=0, transfer_timeout=DEADLINE_S, handshake_timeout=20.0)
     made = Decode(config, lambda: create(name, options))
     yield made
     made.loop.close()

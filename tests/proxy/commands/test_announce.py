@@ -125,13 +125,13 @@ def test_who_has_no_time_to_answer_stays_for_a_while_and_who_refuses_does_not(
     registry: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy API server answers late, and its load would fall on the rest."""
-    monkeypatch.setattr(module, "ASK_TIMEOUT", 0.2)
     known, sent = module.Registration(), []
 
     async def main() -> None:
         busy = Instance(answers({}), info())
         await busy.server.start_server()
         assert await asyncio.to_thread(module._register, busy.url, sent.append, known) == "registered as kv_producer"
+        monkeypatch.setattr(module, "ASK_TIMEOUT", 0.2)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             assert await asyncio.to_thread(module._register, url, sent.append, known) == "registered as kv_producer"

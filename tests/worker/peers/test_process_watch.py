@@ -133,8 +133,9 @@ def test_a_dial_that_was_refused_before_and_cannot_be_made_now_is_no_end(mine, w
     worker.close()
     line.close()
     until(lambda: looked(watch).closed, "the end of the line")
-    monkeypatch.setattr(process_watch, "SETTLE_S", 1.0)
+    monkeypatch.setattr(process_watch, "SETTLE_S", 10.0)
     until(lambda: looked(watch)._link.closed_at is None and watch.lost, "a refusal")
+    monkeypatch.setattr(process_watch, "SETTLE_S", 1.0)
     monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.EADDRNOTAVAIL)
     dialled = watch._dialled_at
     until(lambda: looked(watch)._dialled_at > dialled + 2 * process_watch.SETTLE_S, "dials that fail")
@@ -204,8 +205,8 @@ def test_a_defect_that_one_line_meets_ends_no_other(mine, worker, monkeypatch):
         monkeypatch.setattr(LivenessLink, "readable", broken)
         watch = mine.watch(worker.life, time.monotonic())
         with worker.take(watch):
-            until(lambda: looked(watch).lost, "the loss")
-        assert "a defect" in str(watch) and looked(well).here
+            until(lambda: looked(watch).lost and "a defect" in str(watch), "the loss")
+        assert looked(well).here
 
 
 def test_a_lost_line_wakes_who_waits(worker):

@@ -290,6 +290,7 @@ def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer
     writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
     assert not pushed(writer, target)
     freed(writer, "a")
+    over(writer)
     begun, [write] = [], [command for command in commands if isinstance(command, WriteCommand)]
     in_its_thread(writer.loops[1], lambda now: begun.append((obey(write, now), dict(pushes._pushes))))
     assert begun == [(None, {})], "blocks were written into that the decode instance has for others"

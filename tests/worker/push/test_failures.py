@@ -58,6 +58,7 @@ def test_one_that_takes_too_long_counts(config: Config, target: Target) -> None:
     writer = Writer(msgspec.structs.replace(config, **SOON))
     set_faults(writer.transports, held=True)
     assert not pushed(writer, target)
+    until(lambda: all(push.machine.failed for part in writer.pushes() for push in part), "both to have failed")
     set_faults(writer.transports, held=False)
     freed(writer, "a")
     assert counts_once(writer, "deadline")

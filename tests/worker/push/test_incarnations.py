@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ def without_a_core(target: Target) -> Iterator[Writer]:
     """A prefill instance whose core has ended while its workers write for request d; they end at last."""
     writer = Writer(CONFIG, free_port())
     hold_writes(writer, target)
-    writer.server.close()
+    target.hear_the_end_of(SimpleNamespace(close=writer.server.close))
     try:
         yield writer
     finally:
