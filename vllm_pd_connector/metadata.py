@@ -193,13 +193,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM ships no types
     """From the workers to the scheduler half: ranks that put a request's blocks into quarantine or out of it, per
-    received request and transfer group the last logical block (numbered in the request) that must not be shared, and
-    the requests without which they go on (`ReceiveRequest.spare`) that could not be received."""
+    received request and transfer group the last logical block (numbered in the request) that must not be shared,
+    requests that could not be received, and apart from them those that go on without (`ReceiveRequest.spare`)."""
 
     quarantined: dict[str, int] = field(default_factory=dict)
     drained: dict[str, int] = field(default_factory=dict)
     unshareable: dict[str, dict[int, int]] = field(default_factory=dict)
     spared: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -212,6 +213,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM shi
             _add(self.drained, other.drained),
             private,
             self.spared | other.spared,
+            self.failed | other.failed,
         )
 
 

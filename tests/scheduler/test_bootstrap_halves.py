@@ -14,10 +14,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.support.ports import free_port
 from tests.support.scheduler.halves import abort, allocate, make_half, make_request, receive_of, serving_half, until
-from tests.support.scheduler.push_halves import digest_of, step
+from tests.support.scheduler.push_halves import concurrent, digest_of, step
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import PushFrom
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
 from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
+from vllm_pd_connector.scheduler import sources
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel import bootstrap_http
 from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer
@@ -103,7 +105,7 @@ def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_th
 
 def test_a_name_that_is_looked_up_for_ever_fails_the_request_when_its_time_is_over(monkeypatch):
     """The resolver's own limit is minutes in a cluster, and nobody can end the thread that waits for it."""
-    half, pool = serving_half("kv_consumer", mode="push", handshake_timeout=0.2, allow_unauthenticated_peers=True)
+    half, pool = serving_half("kv_consumer", mode="push", handshake_timeout=2.0, allow_unauthenticated_peers=True)
     monkeypatch.setattr("vllm_pd_connector.scheduler.bootstrap.SLACK_S", 0.1)
     monkeypatch.setattr(bootstrap_http, "MAX_QUESTIONS", 1)
     resolves, asked, connect = threading.Event(), [], http.client.HTTPConnection.connect
@@ -120,7 +122,7 @@ def test_a_name_that_is_looked_up_for_ever_fails_the_request_when_its_time_is_ov
     until(lambda: half.num_matched_tokens(request, 0) != (None, False), "its time to be over")
     allocate(half, pool, request)
     [receive] = step(half).receives
-    assert "no answer within 0.2 s" in receive.source.reason and asked == ["127.0.0.1"]
+    assert "no answer within 2 s" in receive.source.reason and asked == ["127.0.0.1"]
     again = make_request("d-2", bootstrapped(free_port()))
     half.on_new_request(again)
     until(lambda: half.num_matched_tokens(again, 0) != (None, False), "the refusal: its thread is still there")
@@ -176,6 +178,26 @@ def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied)
     prefill, port = proxied
     assert receive_of(half, pool, make_request("d-1", bootstrapped(port))).source.reason
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
+
+
+def test_a_request_whose_own_prompt_cannot_be_told_gives_up_its_prefill(consumer, proxied, monkeypatch):
+    """Say its adapter was loaded in place meanwhile. Whoever may not be told is told nothing."""
+    half, pool = consumer
+    prefill, port = proxied
+
+    def refuses(*_: object) -> str:
+        raise ProtocolError("lora_request: no content")
+
+    monkeypatch.setattr(sources, "prompt_digest", refuses)
+    named, found = concurrent(prefill.producer._port, transfer_id="t-1"), bootstrapped(port, transfer_id="t-2")
+    for number, params in enumerate((named, found), 1):
+        request = make_request(f"d-{number}", params)
+        half.on_new_request(request)
+        until(lambda request=request: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
+        allocate(half, pool, request)
+        [receive] = step(half).receives
+        assert receive.source.reason == "lora_request: no content"
+        until(lambda number=number: declines(prefill) == number, "the word that nothing is needed")
 
 
 def test_a_bootstrap_address_that_leads_to_the_instance_itself_gives_up_its_prefill():

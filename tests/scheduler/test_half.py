@@ -326,6 +326,36 @@ def test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained(pr
     assert pool.get_num_free_blocks() == free_before
 
 
+def test_what_one_rank_could_not_receive_the_others_give_up(producer, consumer):
+    """In mode push they might wait for as long as the prefill is computed."""
+    half, pool = consumer
+    for name in ("d-1", "d-2"):
+        receive_of(half, pool, make_request(name, hand_over(producer, f"p-{name}")))
+    gone = make_request("d-2", None)
+    half.consumer.finished(gone)
+    assert half.build_metadata(EMPTY_STEP).aborts == ["d-2"]
+    for _ in range(2):
+        half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(failed={"d-1", "d-2", "unknown"})))
+    assert half.build_metadata(EMPTY_STEP).aborts == ["d-1"], "once, and nothing of what was given up before"
+    report = WorkerReport(failed={"d-1"})
+    half.update_output(
+        KVConnectorOutput(finished_recving={"d-1"}, failed_recving={"d-1"}, kv_connector_worker_meta=report)
+    )
+    assert not half.consumer.loads("d-1") and not half.build_metadata(EMPTY_STEP).aborts
+
+
+def test_a_failed_receive_gives_its_lease_back_also_where_no_worker_could_ask(consumer):
+    half, pool = consumer
+    producer, _ = serving_half("kv_producer", kv_lease_duration=60)
+    receive_of(half, pool, make_request("d-1", hand_over(producer)))
+    half.update_output(
+        KVConnectorOutput(
+            finished_recving={"d-1"}, failed_recving={"d-1"}, kv_connector_worker_meta=WorkerReport(failed={"d-1"})
+        )
+    )
+    until(lambda: freed(producer) == ["p-1"], "the lease to end")
+
+
 def test_a_consumer_asked_to_prefill_says_so_and_holds_nothing(consumer):
     half, _ = consumer
     half.serve([b"manifest"], [TOKEN])

@@ -208,4 +208,5 @@ def test_a_failure_that_its_request_can_do_without_is_not_told_to_vllm():
     results, report = outbox.take_results(), outbox.take_report()
     assert (results.finished_recving, results.failed_recving) == ({"turn", "decode"}, {"decode"})
     assert report is not None and (report.spared, report.quarantined) == ({"turn"}, {"turn": 1})
-    assert report.aggregate(WorkerReport(spared={"other"})).spared == {"turn", "other"}
+    both = report.aggregate(WorkerReport(spared={"other"}, failed={"more"}))
+    assert both.spared == {"turn", "other"} and both.failed == {"decode", "more"}

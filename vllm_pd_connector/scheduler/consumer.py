@@ -28,7 +28,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import owned_blocks, trace_headers, transfer_params, was_refused
 from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
-from vllm_pd_connector.errors import OtherWeights, ProtocolError, Withdrawn
+from vllm_pd_connector.errors import OtherWeights, ProtocolError, UnauthenticatedPeer, Withdrawn
 from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
 from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
@@ -75,9 +75,8 @@ class Consumer:
         wake: Callable[[], None],
     ):
         self.sources = Sources(config, vllm_config, kv_cache_config, epochs.adapters)
-        self._own = epochs.own
+        self._own, self._pushes = epochs.own, config.pushes
         self._arrived: set[str] = set()  # received, and not scheduled since
-        self._pushes = config.pushes
         self._groups = tuple(kv_cache_config.transfer_group_ids)
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self._block_tokens = group_block_tokens(kv_cache_config, dcp_size)
@@ -90,8 +89,7 @@ class Consumer:
         self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
-        self._used = Used()
-        self.computed = Computed()
+        self._used, self.computed = Used(), Computed()
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
@@ -120,8 +118,14 @@ class Consumer:
             ProtocolError: the parameters cannot be trusted.
         """
         place = HostPort(told.remote_host, told.remote_port)
-        push, address = self.sources.concurrent(request, told.remote_engine_id, place), endpoint(place.host, place.port)
-        self._known[push.prefill] = None
+        address, prefill = endpoint(place.host, place.port), named(request)
+        try:
+            push = self.sources.concurrent(request, told.remote_engine_id, place)
+        except ProtocolError as error:
+            if not isinstance(error, UnauthenticatedPeer):
+                self._renewer.decline(address, prefill, time.monotonic())
+            raise
+        self._known[prefill] = None
         if self.sources.are_here(push.engine_id):
             self._renewer.decline(address, push.prefill, time.monotonic())
             return self.computed.here(request, ComputedHere.OWN)
@@ -226,6 +230,7 @@ class Consumer:
         except ProtocolError as error:
             logger.error("request %s: kv_transfer_params refused: %s", request.request_id, error)
             receive.source = BadParameters.of(error)
+            self._searches.decline(named(request), found, receive.began)
         return True
 
     def refuse(self, request: Request, reason: ProtocolError) -> None:
@@ -256,10 +261,8 @@ class Consumer:
             return max(receive.num_tokens - num_computed_tokens, 0)
         if isinstance(receive.source, BadParameters):
             return int(max(request.num_prompt_tokens - num_computed_tokens, 0))
-        if self.sources.prefilled_tokens(request) <= 0:
-            return 0  # all of it is ours to compute
-        if num_computed_tokens >= request.num_prompt_tokens - 1:
-            return 0
+        if self.sources.prefilled_tokens(request) <= 0 or num_computed_tokens >= request.num_prompt_tokens - 1:
+            return 0  # what is left is ours to compute
         count = max(receive.num_tokens - num_computed_tokens, 0)
         if count and (reason := receive.stale or self._own.unlike(receive.weights or self._own.now)):
             self._forget(request.request_id, release=True)
@@ -311,8 +314,7 @@ class Consumer:
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""
         self._arrived.discard(request.request_id)
-        receive = self._receives.get(request.request_id)
-        if receive is None:
+        if (receive := self._receives.get(request.request_id)) is None:
             return
         if receive.found is not None:
             self._searches.decline(named(request), receive.found, receive.began)
@@ -327,11 +329,11 @@ class Consumer:
         return {request_id for request_id in request_ids if self._ended.pop(request_id, False) is None}
 
     def received(self, request_id: str, *, failed: bool = False) -> bool:
-        """Every rank reported; the workers have told the prefill side. Returns whether what came is of use."""
+        """Every rank reported. The workers have told the prefill side of what is good; of what failed not all may have
+        asked there, or been understood. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
-        if not failed:
-            self._used.add(receive)
-        self._forget(request_id, release=False)
+        self._used.add(None if failed else receive)
+        self._forget(request_id, release=failed)
         self._aborts = [name for name in self._aborts if name != request_id]  # the name may be another's by then
         if receive is None or receive.ended:
             return True
@@ -343,11 +345,11 @@ class Consumer:
         adapter's, no name says it of what they wait for: it is not loaded. Returns the requests whose caches have come
         and that have not gone on with them."""
         for request_id, receive in self._receives.items():
-            if among is not None:
-                if request_id not in among:
-                    continue
-                receive.stale = reason
-            if receive.loading and not receive.outdated and not isinstance(receive.source, BadParameters):
+            if among is not None and request_id not in among:
+                continue
+            receive.stale = receive.stale if among is None else reason
+            over = receive.outdated or receive.ended or isinstance(receive.source, BadParameters)
+            if receive.loading and not over:
                 receive.outdated = True
                 self._aborts.append(request_id)
                 logger.error("request %s: its load is given up: %s", request_id, reason)
@@ -361,8 +363,7 @@ class Consumer:
 
     def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks that a loading request's reads may write."""
-        receive = self._receives.get(request_id)
-        return receive.blocks if receive is not None else []
+        return receive.blocks if (receive := self._receives.get(request_id)) is not None else []
 
     @property
     def waiting(self) -> set[str]:
@@ -388,8 +389,7 @@ class Consumer:
         if receive is None:
             return
         if receive.reading is not None:
-            self._renewer.drop(receive.address, receive.reading, release=release)
-            return
+            return self._renewer.drop(receive.address, receive.reading, release=release)
         self._renewer.drop_prefill(request_id)
         if isinstance(receive.source, PushFrom) and release:
             peer = receive.source.peer

@@ -285,6 +285,9 @@ class SchedulerHalf:
             for request_id, ranks in report.quarantined.items():
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
             self._spared |= dict.fromkeys(report.spared, "it could not be received")
+            # Of a prefill that is yet to be computed the other ranks would hear when it has been.
+            if others_wait := report.failed - (output.finished_recving or set()):
+                self.consumer.outdate("another rank could not receive it", others_wait)
             for request_id, ranks in report.drained.items():
                 self._quarantine.drain(request_id, ranks)
             for request_id, blocks in report.unshareable.items():

@@ -55,6 +55,7 @@ class Outbox:
                 self._report.spared.add(request_id)
             elif not ok:
                 self._results.failed_recving.add(request_id)
+                self._report.failed.add(request_id)
             if quarantined:
                 self._report.quarantined[request_id] = 1
             if ok and unshareable:

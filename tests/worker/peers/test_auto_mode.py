@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Generator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -125,6 +126,20 @@ def test_a_prefill_side_that_cannot_write_is_read_from_on(writer, target, monkey
     assert "prefill engine p-0 is read from now on" in caplog.text
     (link,) = target.loop._receives._links._links.values()
     assert link.bandwidth is None
+
+
+def test_parameters_that_come_twice_say_nothing_of_the_way(writer, target, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
+    set_faults(writer.transports, held=True)
+    request = both_ways(writer, target)
+    target.loop.submit([request], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    link = target.active("d").link
+    target.loop.submit([replace(request, request_id="again")], [])
+    assert target.wait_for("again") == [False] and target.failures == {"bad_parameters": 1}
+    assert link.bandwidth == Bandwidth(1e9, 9e9)
+    set_faults(writer.transports, held=False)
+    assert target.wait_for("d") == [True]
 
 
 def test_what_a_client_gave_up_says_nothing_of_the_way(writer, target, monkeypatch):

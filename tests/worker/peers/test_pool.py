@@ -72,6 +72,7 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(target, monk
         assert link.machine.state is PeerState.REFUSED
         assert target.received(target.request(writer, "b")) == [False]
         assert writer.server.counts()["GetManifests"] == 1, "the refusal was forgotten"
+        target.hear_the_end_of(SimpleNamespace(close=writer.server.close))
     with contextlib.closing(Writer(CONFIG, port)) as second:
         now[0] = REFUSAL_S
         assert pushed(second, target, "d", "c")
@@ -180,3 +181,10 @@ def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(writer, target, m
     freed(writer, "a")
     assert pushed(writer, target, "e", "b")
     freed(writer, "b")
+
+
+def test_a_link_of_which_the_weights_were_compared_serves_also_requests_that_have_compared_others(prefill, decode):
+    """Weights that are changed in place link nobody anew."""
+    assert decode.received(prefill.request("a")) == [True]
+    assert decode.received(replace(prefill.request("b"), same_weights=True)) == [True]
+    assert prefill.server.counts()["GetManifests"] == 1

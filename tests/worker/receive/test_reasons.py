@@ -9,6 +9,7 @@ from tests.support.worker.writer import Target, Writer
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, Refusal
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.lease import End
+from vllm_pd_connector.protocol.push.registrations import GIVEN_UP, NOT_HELD, OTHER_PROMPT, OTHER_READERS, TWICE
 from vllm_pd_connector.protocol.weights import unlike
 from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.worker.receive.ending import kind_of
@@ -35,6 +36,23 @@ def test_a_push_that_is_refused_for_its_weights_counts_so(writer: Writer, target
     writer.server.pushes.compute_with(Weights("version v2"), "")
     assert target.received(target.request(writer)) == [False]
     assert target.failures == {"weights": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (GIVEN_UP, FailureKind.ABORTED),
+        (f"prefill p-1 {NOT_HELD}: no lease with that nonce is known", FailureKind.LEASE_LOST),
+        (f"the lease {End.RELEASED.value}", FailureKind.LEASE_LOST),
+        (f"reader 0 {TWICE}", FailureKind.BAD_PARAMETERS),
+        (f"reader 3 of 2 {OTHER_READERS}", FailureKind.BAD_PARAMETERS),
+        (f"the prefilled prompt (4 tokens, digest 0) {OTHER_PROMPT} (5 tokens, digest 1)", FailureKind.BAD_PARAMETERS),
+        (f"the lease {End.WEIGHTS.value}", FailureKind.WITHDRAWN),
+        ("worker 1: connection refused", FailureKind.TRANSFER_FAILED),
+    ],
+)
+def test_so_do_those_of_a_push(reason: str, kind: FailureKind) -> None:
+    assert kind_of(reason, FailureKind.TRANSFER_FAILED) is kind
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.protocol.push.registrations import NOT_HELD
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -92,9 +93,7 @@ class Rendezvous:
         ref = registration.into.prefill
         over = self._over.get(ref.name)
         if ref.nonce is not None:
-            return (
-                f"prefill {ref.name} is not held here: {over.reason if over else 'no lease with that nonce is known'}"
-            )
+            return f"prefill {ref.name} {NOT_HELD}: {over.reason if over else 'no lease with that nonce is known'}"
         if over is not None and (registration.began < over.at or registration.into.reading in over.readings):
             return f"prefill {ref.name}: {over.reason}"
         registration.deadline = now + self._wait_timeout_s

@@ -35,6 +35,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket, among_latest
 from vllm_pd_connector.protocol.push.registrations import (
+    GIVEN_UP,
     Prefill,
     PushRegistration,
     Registrations,
@@ -86,8 +87,7 @@ class PushTable:
         self._everyone, self._step_s = frozenset(range(workers)), step_s
         self._now = self._stepped = -inf  # the latest time that was told
         self._look_at = inf  # no ticket is due before
-        self._rendezvous = Rendezvous(wait_timeout_s)
-        self._registrations = Registrations()
+        self._rendezvous, self._registrations = Rendezvous(wait_timeout_s), Registrations()
         self._answers: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)
         self._withdrawn: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)  # unknown then, which anybody can say of any
         self._commands = CommandQueue(workers)
@@ -139,21 +139,21 @@ class PushTable:
             held = answer.lease
             prefill = self._rendezvous.find(pm.PrefillRef(held.request_id, held.nonce)) if held is not None else None
             if prefill is not None:  # it will not be compared
-                self._fail_prefill(prefill, "withdrawn by the decode side")
+                self._fail_prefill(prefill, GIVEN_UP)
             self._replies.append((ticket, answer))
             return
         registration = self._registrations.get(message.attempt)
         if registration is None:  # it was never registered, and what is still on its way is refused
-            self._withdrawn[message.attempt] = failed("withdrawn by the decode side")
+            self._withdrawn[message.attempt] = failed(GIVEN_UP)
             self._replies.append((ticket, self._withdrawn[message.attempt]))
             self._decline(message.prefill, -inf, now)
             return
         # Whoever waits here wants to know when it is over, not how far it is.
         registration.tickets.clear()
         if registration.prefill is not None:
-            self._fail_prefill(registration.prefill, "withdrawn by the decode side")
+            self._fail_prefill(registration.prefill, GIVEN_UP)
         else:
-            self._fail(registration, "withdrawn by the decode side")
+            self._fail(registration, GIVEN_UP)
             self._rendezvous.decline(registration.into.prefill.name, registration.began, now)
         if (answer := self._answers.get(message.attempt)) is not None:
             self._replies.append((ticket, answer))

@@ -62,11 +62,6 @@ class Connecting(Generic[LinkKind]):
         link.manifests = manifests
         self._begun[link] = _Begun(arrived, self._connect(link))
 
-    def again(self, link: LinkKind) -> None:
-        """Begin anew with a peer that is being connected, if it is: what it was checked with has changed."""
-        if (begun := self._begun.get(link)) is not None:
-            self.begin(link, begun.arrived, link.manifests)
-
     def abandon(self, link: LinkKind) -> None:
         """Let go of a peer, if it is being connected."""
         if (begun := self._begun.pop(link, None)) is not None:

@@ -38,9 +38,9 @@ class PeerLink(ABC):
 
     `ranks` are those that the transport is connected to. `stalled` says what has not ended in time though it was
     started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
-    cannot be watched. `same_weights`: that both sides have the same is known otherwise, or is for the prefill side to
-    say; manifests tell those with which their instances began. `handshake`: when the latest one began and ended;
-    `met`: the manifests it was made with, kept where receives may be recorded.
+    cannot be watched. `same_weights`: that both sides have the same is known otherwise of each request that has this
+    link, or is for the prefill side to say; manifests tell those with which their instances began. `handshake`: when
+    the latest one began and ended; `met`: the manifests it was made with, kept where receives may be recorded.
     """
 
     machine: Peer

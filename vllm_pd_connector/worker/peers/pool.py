@@ -121,32 +121,34 @@ class Links(Generic[LinkKind]):
         self._make = make
         self._noun = noun
         self._connected = connected
-        self._links: dict[tuple[PeerKey, str], LinkKind] = {}
+        self._links: dict[tuple[PeerKey, str, bool], LinkKind] = {}
         self._connecting = Connecting(transport, self._pieces)
         self._given_up: list[_GivenUp[LinkKind]] = []
         self._due = Earliest()
 
     def get(self, key: PeerKey, engine_id: str, now: float, *, same_weights: bool = False) -> LinkKind:
-        """The link to this incarnation of this engine, made if there is none, or if it was refused and need not be now
-        that both sides are known to have the same weights."""
-        link = self._links.get((key, engine_id))
+        """The link to this incarnation of this engine, made if there is none.
+
+        `same_weights`: the scheduler half has compared the weights of this request's prefill, by names that were told
+        since. The link may be one then of which the manifests' weights were not compared, and that no request gets of
+        which nobody has compared them: it says nothing of others.
+        """
+        link = self._links.get((key, engine_id, False))
+        if same_weights and (link is None or link.machine.state is not PeerState.READY):
+            link = self._links.get((key, engine_id, True))
         if link is not None and not key.incarnation and link.machine.outdated(now):
             link = None  # whichever incarnation is at the address now is meant
         if link is not None and link.machine.state is PeerState.READY and (reason := link.deserted(now)):
             self.drive(link, peers.Lost(reason), now)
-        if link is not None and link.machine.state is PeerState.REFUSED and same_weights > link.same_weights:
-            link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._drop_idle(now, oldest=True)
             machine = Peer(key, random.random, noun=self._noun)
             address = endpoint(key.host, key.port, key.server_key)
-            link = self._links[key, engine_id] = self._make(machine, engine_id, address, now)
+            link = self._links[key, engine_id, same_weights] = self._make(machine, engine_id, address, now)
+            link.same_weights |= same_weights
             self._doubt_others_at(link, now)
             self._due.lower(now + IDLE_LINK_S)
-        if same_weights > link.same_weights:
-            link.same_weights = True
-            self._connecting.again(link)  # its weights may have been compared already
         link.used_at = now
         return link
 
@@ -239,7 +241,8 @@ class Links(Generic[LinkKind]):
         """Two incarnations of an engine at one address: one of them is over. The parameters of a request prove nothing,
         so the older link is only asked to check."""
         for link in list(self._links.values()):
-            if link is not newcomer and link.endpoint == newcomer.endpoint and newcomer.machine.key.incarnation:
+            told, at = newcomer.machine.key.incarnation, link.endpoint
+            if at == newcomer.endpoint and told not in ("", link.machine.key.incarnation):
                 self.drive(link, peers.Suspected("another incarnation is announced at its address"), now)
 
     def _end_others_at(self, link: LinkKind, incarnation: str, now: float) -> None:

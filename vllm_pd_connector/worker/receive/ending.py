@@ -10,7 +10,8 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.observability.stats import FailureKind, Phase
-from vllm_pd_connector.protocol.lease import WITHDRAWN
+from vllm_pd_connector.protocol.lease import WITHDRAWN, End
+from vllm_pd_connector.protocol.push.registrations import GIVEN_UP, NOT_HELD, OTHER_PROMPT, OTHER_READERS, TWICE
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.protocol.weights import OTHER_WEIGHTS
 from vllm_pd_connector.protocol.wire.fields import Reading
@@ -34,15 +35,26 @@ Received: TypeAlias = "Callable[[ReceiveRequest, str, Mapping[int, int]], None]"
 RELEASE_TIMEOUT_S = 5.0
 
 _OF_WRITING = (FailureKind.PEER_UNREACHABLE, FailureKind.TRANSFER_FAILED, FailureKind.DEADLINE)
+_OF_PUSHES = {
+    GIVEN_UP: FailureKind.ABORTED,
+    NOT_HELD: FailureKind.LEASE_LOST,
+    **{end.value: FailureKind.LEASE_LOST for end in End},
+    TWICE: FailureKind.BAD_PARAMETERS,
+    OTHER_PROMPT: FailureKind.BAD_PARAMETERS,
+    OTHER_READERS: FailureKind.BAD_PARAMETERS,
+}
+"""What a push counts as whose reason has these words: that the prefill side does not write says not that it cannot."""
 _SPANS = (Phase.QUEUE, Phase.TRANSFER, Phase.CONFIRM)
 
 
 def kind_of(reason: str, usual: FailureKind) -> FailureKind:
     """What a failure counts as for which the prefill side gives this reason: `usual`, unless its words, which are those
-    of this release, say that an operator changed something."""
+    of this release, say that an operator changed something or what is the matter with the request."""
     if reason.startswith(OTHER_WEIGHTS):
         return FailureKind.WEIGHTS
-    return FailureKind.WITHDRAWN if reason.endswith(WITHDRAWN) else usual
+    if reason.endswith(WITHDRAWN):
+        return FailureKind.WITHDRAWN
+    return next((kind for words, kind in _OF_PUSHES.items() if words in reason), usual)
 
 
 def log_failure(active: ActiveReceive, reason: str, account: str, quarantined: bool) -> None:
