@@ -6,9 +6,9 @@
 lm-eval asks both over the completions API (its `local-completions`), greedily and with the same requests, so with
 float32 and equal batches the answers are the same text. The score says how good the model is; the share of identical
 answers says whether the cache that was handed over is the one that would have been computed. Each evaluation has a
-`cache_salt` of its own: an instance that was asked the same before, as the plain one or in a former run, has no cache
-of it. With --decode the run fails (1) unless as many caches came to those instances as requests were sent, and none
-failed.
+`cache_salt` of its own, in tasks that generate (lm-eval gives others no such words): an instance that was asked the
+same before, as the plain one or in a former run, has no cache of it. With --decode the run fails (1) unless as many
+caches came to those instances as requests were sent, and none failed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def evaluate(url: str, model: str, tasks: Sequence[Any], *, limit: int | None, a
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """How many receives ended well so far, and how many failed, over some decode instances and all their ranks."""
+    """How many receives ended well so far on all ranks of their instance, and how many failed on one, over some decode
+    instances."""
 
     ended: int
     failed: int
@@ -134,17 +135,21 @@ def received(urls: Sequence[str]) -> Received:
     Raises:
         OSError: one does not answer.
         ProtocolError: what one answers is no exposition.
-        RuntimeError: one has no such series.
+        RuntimeError: one has no PDConnector.
     """
-    counts = {ENDED: 0.0, FAILED: 0.0}
+    ended, failed = 0, 0
     for url in urls:
         with instance_info.opened(f"{url.rstrip('/')}/metrics", timeout=30) as answer:
-            found = [one for one in instance_info.samples(answer.read().decode()) if one.name in counts]
-        if not found:
-            raise RuntimeError(f"{url}/metrics has no series of PDConnector's receives: is it a decode instance?")
-        for one in found:
-            counts[one.name] += one.value
-    return Received(int(counts[ENDED]), int(counts[FAILED]))
+            page = answer.read().decode()
+        if not (engines := instance_info.parse(page)):
+            raise RuntimeError(f"{url}/metrics tells of no PDConnector: is it a decode instance?")
+        ranks = {engine.tp_size * engine.pp_size for engine in engines.values()}
+        counts = {name: 0.0 for name in (ENDED, FAILED)}
+        for one in instance_info.samples(page):
+            if one.name in counts:
+                counts[one.name] += one.value
+        ended, failed = ended + int(counts[ENDED]) // max(ranks), failed + int(counts[FAILED])
+    return Received(ended, failed)
 
 
 def requests_of(result: Any) -> int:

@@ -26,10 +26,13 @@ from pd_test_plugins.corrupt import exchanged
 from benchmarks.accuracy.compare import RECALL_PAIRS, STATES_PAIRS, Received
 from benchmarks.accuracy.recall_task import END, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS, samples
 from benchmarks.accuracy.train_recall import ATTENTION, COURSES, STATES, batch
+from tests.support.proxy.stand_ins import exposition, info
 from vllm_pd_connector.geometry.runs import Runs
 
 COMPARE = Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy" / "compare.py"
 QUESTIONS = 12
+TP_SIZE = 2
+INFO = exposition(info(tp_size=str(TP_SIZE)))
 
 
 @given(st.integers(0, 1000), st.sampled_from([1, 8, 240]))
@@ -76,7 +79,8 @@ def looks_up(wrong_every: int = 0, salts: set[str] | None = None, counted: float
     asked = 0
 
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(text=f'vllm:pd_receives_total{{engine="0"}} {asked * counted}\n')
+        ended = int(asked * counted) * TP_SIZE  # each rank counts
+        return web.Response(text=f'{INFO}vllm:pd_receives_total{{engine="0"}} {ended}\n')
 
     async def complete(request: web.Request) -> web.Response:
         nonlocal asked

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.metadata import Source
     from vllm_pd_connector.protocol.params.bootstrap import HostPort
 
-"""Why nothing is loaded for a request whose parameters are good."""
-
 
 class Sources:
     """See the module. `home` is where this instance's manifests are, None before they are served; `loads`: whether it

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.wire import push_messages as pm
+from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.protocol.wire.messages import Ack, Failure, FailureCode, Reply
 from vllm_pd_connector.sidechannel.worker_auth import refusal
 
@@ -187,6 +188,8 @@ class PushService:
         match request:
             case pm.PushInto():
                 if (lease := self._table.register(request, ticket, now)) is not None:
+                    if any(request.reading):  # it may have renewed nothing yet, and others give this lease back
+                        self._leases.renew([Reading(lease.request_id, lease.nonce, request.reading)], now)
                     self._leases.extend(lease, now, 2 * ANSWER_S)
             case pm.WithdrawPush():
                 self._table.withdraw(request, ticket, now)

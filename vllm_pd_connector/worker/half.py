@@ -324,7 +324,8 @@ def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
     opaque pages nobody knows the elements (`geometry.checksums.digest`).
 
     Raises:
-        InvalidConfig: receives are to be verified, and tokens are interleaved over ranks or all pages are opaque.
+        InvalidConfig: receives are to be verified, and tokens are interleaved over ranks or all pages are opaque (those
+            of one pipeline stage of several may be).
     """
     if config.verify == "off":
         return
@@ -334,7 +335,7 @@ def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
             'checksums this version cannot compare; set verify to "off", or --decode-context-parallel-size to 1'
         )
     opaque = [tensor for tensor in manifest.tensors if tensor.opaque]
-    if opaque and len(opaque) == len(manifest.tensors):
+    if opaque and len(opaque) == len(manifest.tensors) and manifest.parallel.pp_size == 1:
         raise InvalidConfig(
             f'verify: "{config.verify}" here, but the pages of all {len(opaque)} caches are moved as opaque bytes '
             f'({opaque[0].layer}: {opaque[0].opaque}), of which nothing can be compared; set verify to "off"'

@@ -108,15 +108,21 @@ def test_checksums_are_refused_where_ranks_hold_shares_of_the_tokens() -> None:
 def test_checksums_are_refused_where_all_pages_are_opaque_and_those_that_are_get_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    one, two = SimpleNamespace(pp_size=1), SimpleNamespace(pp_size=2)
     known = SimpleNamespace(layer="model.layers.0", opaque="")
     packed = SimpleNamespace(layer="model.layers.1", opaque="TURBOQUANT uint8 packed")
     groups = transfer_groups(config_of(FULL), WHOLE)
     every = parse_config({"verify": "all"})
-    for tensors, told in (([known], False), ([known, packed], True)):
+    for tensors, stages, told in (
+        ([known], one, ""),
+        ([known, packed], one, "compares 1 of 2 caches: pages of model.layers.1 (TURBOQUANT"),
+        ([packed], two, "compares 0 of 1 caches"),
+    ):
         caplog.clear()
-        _require_whole_checksums(every, SimpleNamespace(groups=groups, tensors=tensors))  # type: ignore[arg-type]
-        assert ("compares 1 of 2 caches: pages of model.layers.1 (TURBOQUANT" in caplog.text) is told
-    manifest: Any = SimpleNamespace(groups=groups, tensors=[packed])
+        manifest: Any = SimpleNamespace(groups=groups, tensors=tensors, parallel=stages)
+        _require_whole_checksums(every, manifest)
+        assert told in caplog.text and bool(told) is bool(caplog.text)
+    manifest = SimpleNamespace(groups=groups, tensors=[packed], parallel=one)
     _require_whole_checksums(parse_config({}), manifest)
     with pytest.raises(InvalidConfig, match=r'the pages of all 1 caches are moved as opaque .*; set verify to "off"'):
         _require_whole_checksums(every, manifest)

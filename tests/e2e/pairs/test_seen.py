@@ -23,7 +23,7 @@ from tests.support.servers.cluster import PATIENCE, until
 from tests.support.servers.pairs import Pairs
 from tests.support.servers.workload import completion, prompts
 from vllm_pd_connector import __version__
-from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.observability.stats import FailureKind, NotHeld
 from vllm_pd_connector.routing.overview import Look, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
@@ -164,7 +164,8 @@ def _check_counts(prefill: Look, decode: Look) -> None:
     moved = decode.values["received_bytes_total"]
     assert moved > 0 and prefill.values["given_bytes_total"] == moved
     assert prefill.links == {("to", "decode", "nixl"): moved} and decode.links == {("from", "prefill", "nixl"): moved}
-    assert set(prefill.failures) == set(decode.failures) == {kind.value for kind in FailureKind}
+    kinds = {f"{of}{kind.value}" for kind in FailureKind for of in ("", "push ")}
+    assert set(prefill.failures) == set(decode.failures) == kinds | {f"not held: {reason.value}" for reason in NotHeld}
     assert not any(prefill.failures.values()) and not any(decode.failures.values())
     assert prefill.engines[0].version == decode.engines[0].version == __version__
 

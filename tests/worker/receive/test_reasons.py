@@ -46,7 +46,7 @@ def test_a_push_that_is_refused_for_its_weights_counts_so(writer: Writer, target
         (f"the lease {End.RELEASED.value}", FailureKind.LEASE_LOST),
         (f"reader 0 {TWICE}", FailureKind.BAD_PARAMETERS),
         (f"reader 3 of 2 {OTHER_READERS}", FailureKind.BAD_PARAMETERS),
-        (f"the prefilled prompt (4 tokens, digest 0) {OTHER_PROMPT} (5 tokens, digest 1)", FailureKind.BAD_PARAMETERS),
+        (f"the prefilled prompt (4 tokens, digest 0) {OTHER_PROMPT}5 tokens, digest 1)", FailureKind.BAD_PARAMETERS),
         (f"the lease {End.WEIGHTS.value}", FailureKind.WITHDRAWN),
         ("worker 1: connection refused", FailureKind.TRANSFER_FAILED),
     ],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GIVEN_UP = "withdrawn by the decode side"
 NOT_HELD = "is not held here"
 TWICE = "is registered already: two decode requests name this prefill"
-OTHER_PROMPT = "is not the decode request's"
+OTHER_PROMPT = "is not the decode request's ("
 OTHER_READERS = "contradicts the other readers of this prefill"
 """Parts of reasons that say something of the request, and nothing of whether this side can write."""
 REMEMBER_REFUSED = 4096
@@ -221,8 +221,8 @@ def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
     others = [w.into for w in prefill.registrations.values() if w is not registration]
     if into.stop != prefill.num_tokens or into.prompt_digest != prefill.prompt_digest:
         return (
-            f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) {OTHER_PROMPT} "
-            f"({into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt and "
+            f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) {OTHER_PROMPT}"
+            f"{into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt and "
             f"{ALIKE}"
         )
     if into.reader >= into.readers or any(into.readers != other.readers for other in others):

@@ -72,7 +72,8 @@ class ChecksumComparison:
             text = problem.result() if error is None else f"{type(error).__name__}: {error}"
 
             def told(at: float) -> None:
-                active.verified = bool(text or mine.result())  # without a sum nothing was compared
+                summed = mine.done() and mine.exception() is None
+                active.verified = not (summed and not mine.result())  # without a sum nothing was compared
                 drive(active, receives.Compared(text), at, FailureKind.VERIFICATION)
 
             self._results.append(told)
