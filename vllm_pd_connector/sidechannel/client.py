@@ -243,6 +243,10 @@ class SideChannelClient:
                 parts = take(link.socket)
             except zmq.Again:
                 break
+            except ProtocolError as error:
+                yield from _fail_pending(link, error)
+                yield from self._renew(link)
+                break
             self._watch.took(parts[0])
             if outcomes := self._accept(link, [part.bytes for part in parts]):
                 link.used_at = self._clock()

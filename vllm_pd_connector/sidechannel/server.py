@@ -262,7 +262,7 @@ class SideChannelServer:
     def _serve_batch(self) -> None:
         for _ in range(_BATCH):
             try:
-                first, *frames = take(self._router)
+                first, *frames = take(self._router, drain=True)
             except zmq.Again:
                 return
             self._watch.took(frames[-1] if frames else first)
@@ -278,7 +278,7 @@ class SideChannelServer:
         """The reply, or None if it comes later. `asker` is the client's key, None without keys."""
         try:
             if len(parts) != 1:
-                raise ProtocolError(f"message parts: {len(parts)} there, 1 here; use a DEALER socket")
+                raise ProtocolError(f"message parts: {len(parts)} or more there, 1 here; use a DEALER socket")
             _, request = m.decode_request(parts[0])
             if isinstance(request, pm.PushInto) and request.home.server_key != asker:
                 return pm.Pushed(pm.PushState.FAILED, _not_home(request.home.server_key, asker), True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from tests.support.transport.agents import OPTIONS, SIZE, instead
 from tests.support.transport.ends import End, until, whole
 from tests.support.transport.variants import MIB
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.transport.nixl.agents import Library
+from vllm_pd_connector.transport.nixl.agents import Agent, Library
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions
 
 pytestmark = pytest.mark.libraries
 
@@ -149,3 +152,14 @@ def replace(end: End, peer: Any) -> None:
         return True
 
     until(replaced, "the other agent")
+
+
+@pytest.mark.parametrize(("says", "knows"), [("pd-victim", []), ("pd-own", ["pd-victim"])])
+def test_who_shows_another_agent_s_metadata_takes_nobody_s_place(says: str, knows: list[str]) -> None:
+    """A name stands in its metadata, wherever; the library takes an agent's name from where it looks."""
+    forgotten: list[str] = []
+    library: Any = SimpleNamespace(loadRemoteMD=lambda _: says.encode(), invalidateRemoteMD=forgotten.append)
+    agent = Agent("pd-here", library, peers=Counter(knows))
+    with pytest.raises(TransferError, match=r"says agent pd-own, its metadata .*pd-victim"):
+        Library(NixlOptions()).load(agent, "pd-own", b"pd-victim, and somewhere pd-own")
+    assert forgotten == ([] if knows else ["pd-victim"]), "who is connected stays so"

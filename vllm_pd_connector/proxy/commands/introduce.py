@@ -139,7 +139,8 @@ class Introductions:
         """
         request["headers"] = {**self._credentials, **request.get("headers", {})}
         limit = aiohttp.ClientTimeout(LIMIT_S)
-        async with self._session.request(method, engine.url + path, timeout=limit, **request) as response:
+        asked = self._session.request(method, engine.url + path, timeout=limit, allow_redirects=False, **request)
+        async with asked as response:
             content = await response.read()
             if response.status == 401:
                 raise ProtocolError(f"{engine} wants its API key; set VLLM_API_KEY")

@@ -23,6 +23,7 @@ from vllm_pd_connector.sidechannel.net.watch import Watch, allowance
 # What a socket takes in per connection before its owner has looked. zmq takes as much of a message without end.
 QUEUED_REQUESTS = 4
 QUEUED_REPLIES = 2
+MOST_PARTS = 2
 MAX_PENDING = 1024  # requests that a client has under way with one server, and so replies that may wait for it
 
 KEY_MARK = " key "
@@ -150,15 +151,24 @@ def connect(socket: zmq.Socket[bytes], host: str, port: int) -> None:
         raise ProtocolError(f"side channel: {host!r} port {port} is not an address: {error}") from error
 
 
-def take(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+def take(socket: zmq.Socket[bytes], *, drain: bool = False) -> list[zmq.Frame]:
     """The parts of the next message; `recv_multipart` takes ten times as long, because it asks zmq whether more come.
+    No message of ours has more than MOST_PARTS, with its client's identity; a message of a few MiB may have millions.
+
+    Args:
+        drain: pass over what comes behind them, for a socket that others use, too.
 
     Raises:
         zmq.Again: there is none.
+        ProtocolError: it has more parts; the socket is of no use any more.
     """
-    parts = [socket.recv(zmq.NOBLOCK, copy=False)]
-    while parts[-1].more:
-        parts.append(socket.recv(copy=False))
+    parts = [last := socket.recv(zmq.NOBLOCK, copy=False)]
+    while last.more:
+        last = socket.recv(copy=False)
+        if len(parts) <= MOST_PARTS:
+            parts.append(last)
+        elif not drain:
+            raise ProtocolError(f"message parts: more than {MOST_PARTS + 1} there, 1 here")
     return parts
 
 

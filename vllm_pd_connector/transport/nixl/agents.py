@@ -97,6 +97,19 @@ class Library:
                     agent.library.registerMem(descriptors, [])
                 agent.registered.append(descriptors)
 
+    def load(self, agent: Agent, name: str, metadata: bytes) -> None:
+        """Have an agent know a peer; what the library does not take it says by one of `errors`.
+
+        Raises:
+            TransferError: these are the metadata of another agent than `name`, which may be a peer's own.
+        """
+        if other := next((one for one in agent.peers if one != name and one.encode() in metadata), ""):
+            raise TransferError(f"endpoint says agent {name}, its metadata {other}, which is connected")
+        loaded = agent.library.loadRemoteMD(metadata)
+        if loaded != name.encode():
+            agent.library.invalidateRemoteMD(loaded.decode(errors="replace"))
+            raise TransferError(f"endpoint says agent {name}, its metadata {loaded!r}; fetch the manifest again")
+
     def prepare(self, ranges: Ranges) -> Preparation:
         """Start an agent without a progress thread and register memory with it, in a thread of its own.
 

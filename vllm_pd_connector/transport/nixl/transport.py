@@ -128,7 +128,7 @@ class NixlTransport:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
         if not agent.peers[name] or name in agent.lost:
             try:
-                agent.library.loadRemoteMD(metadata)
+                self._library.load(agent, name, metadata)
             except self._errors as error:
                 if not agent.peers[name]:
                     self._forget(agent, name)
