@@ -87,8 +87,9 @@ MEMBERS = (
     _members(
         SCHEDULER,
         "requests failed_recving_kv_req_ids _update_from_kv_xfer_finished kv_cache_manager reset_prefix_cache "
-        "defer_block_free processed_step_seq running vllm_config",
+        "defer_block_free processed_step_seq running vllm_config encoder_cache_manager",
     ),
+    _members("vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "cached"),
     _members(
         "vllm.v1.core.block_pool:BlockPool",
         "num_gpu_blocks blocks touch free_blocks get_num_free_blocks reset_prefix_cache",

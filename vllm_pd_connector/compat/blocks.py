@@ -23,7 +23,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -144,6 +144,20 @@ def begun_in(output: SchedulerOutput) -> Iterator[tuple[str, bool]]:
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         if request_id in cached.resumed_req_ids:
             yield request_id, computed > 0
+
+
+def encoded_media(scheduler: Any) -> Mapping[str, object]:
+    """What vLLM has kept of encoded media, by the names that `media_of` gives; each has an object of its own, another
+    one when it is encoded anew. Models with an encoder and a decoder keep nothing.
+
+    Source: vLLM 0.32, `v1/core/encoder_cache_manager.py` (`cached`: who uses each; `reset`).
+    """
+    return dict(getattr(scheduler.encoder_cache_manager, "cached", ()))
+
+
+def media_of(request: Request) -> Iterator[str]:
+    """By which names vLLM looks for a request's media among those it has encoded."""
+    return (str(feature.identifier) for feature in request.mm_features or ())
 
 
 def media_names(config: VllmConfig) -> Callable[[MultiModalFeatureSpec], str]:

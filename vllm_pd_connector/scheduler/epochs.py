@@ -7,6 +7,9 @@ it, and what other connectors of the engine hold until they do; a prefill that b
 Trainers have vLLM reset its caches while it is paused (`POST /pause` does), before they change anything, so that
 nothing is refused.
 
+vLLM keeps encoded media, too, and finds them by their content, and by their adapter's name where that changes the
+encoder; it forgets them in a pause that clears caches. A prefill with media that were encoded before is of no epoch.
+
 An adapter is loaded again in place without any of this. Its name is its content, so nothing waits for one; but whatever
 had come before the change is not handed over: it may be of both, or was promised under the former name.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_pd_connector.compat.blocks import begun_in, is_empty
+from vllm_pd_connector.compat.blocks import begun_in, is_empty, media_of
 from vllm_pd_connector.compat.model.adapters import Adapters
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME, OwnWeights
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 NO_EPOCH: Final = -1
 IN_TURN: Final = -2
 """In the place of an adapter's age: another was loaded in turn with it."""
+OLD_MEDIA: Final = -3
+"""In the place of an epoch: it has media that were encoded in an earlier one, or with a former adapter."""
 
 
 class Epochs:
@@ -37,6 +42,8 @@ class Epochs:
         self.own = OwnWeights()
         self.adapters = Adapters(adapter_ids, lora, lambda: bool(self._came) or self._cached())
         self.pool: BlockPool | None = None
+        self.encoded: Callable[[], Mapping[str, object]] = dict  # `encoded_media`, once there is a scheduler
+        self._encoded_before: dict[str, object] = {}
         self._beside = beside
         self._stored = True  # other connectors may hold something, if there are any
         self._outdated = False  # the prefix cache may hold what other weights computed
@@ -48,6 +55,15 @@ class Epochs:
         """An epoch has ended. Leases must have been given back."""
         self._epoch += 1
         self._outdated = self._cached()
+        self._encoded_before = dict(self.encoded())
+
+    def adapter_moved(self, name: str) -> None:
+        """An adapter of this name has another content."""
+        self._encoded_before |= {key: one for key, one in self.encoded().items() if key.startswith(f"{name}:")}
+
+    def _has_old_media(self, request: Request) -> bool:
+        held = self.encoded() if self._encoded_before else {}
+        return any(held.get(name, self) is self._encoded_before.get(name) for name in media_of(request))
 
     def _cached(self) -> bool:
         return self.pool is None or not is_empty(self.pool) or (self._stored and self._beside())
@@ -74,6 +90,8 @@ class Epochs:
         for request_id, hit in begun_in(output) if any(wanted) else ():
             for request in (some[request_id] for some in wanted if request_id in some):
                 self._begun[request_id] = NO_EPOCH if hit and self._outdated else self._epoch
+                if self._has_old_media(request):
+                    self._begun[request_id] = OLD_MEDIA
                 if hit and request.lora_request is not None and self.adapters.spoilt(request):
                     self._came[request_id] = NO_EPOCH, request.lora_request
 
@@ -93,6 +111,11 @@ class Epochs:
                 "weights: changed in place, and it began with a prefix that may be of the former ones: "
                 "have the prefix cache reset when weights change (POST /pause does it, or POST /reset_prefix_cache); "
                 "beside a connector that cannot be reset, start again with its store empty"
+            )
+        if begun == OLD_MEDIA:
+            return (
+                "weights: changed in place, its adapter's perhaps, and its media had been encoded with former ones: "
+                "have vLLM forget encoded media when they change (POST /pause does it, or POST /reset_encoder_cache)"
             )
         if begun != self._epoch:
             return f"weights: changed in place while it was computed (epoch {begun} then, {self._epoch} now)"

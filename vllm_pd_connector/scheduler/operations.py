@@ -24,9 +24,11 @@ their transports then. `Producer.serve` is called again after the waking, and be
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import encoded_media
 from vllm_pd_connector.compat.operations import compute_here, watch, with_adapter
 from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.lease import End
@@ -71,6 +73,8 @@ class Operations:
         self._pause = ""  # the mode of a pause that clears caches
         self._tell_at = 0.0
         self._scheduler = watch(self, loads=loads)
+        if self._scheduler is not None:
+            epochs.encoded = partial(encoded_media, self._scheduler)
 
     def weights_changing(self, what: str) -> None:
         self._epochs.adapters.removed()  # with some of these calls the workers give them away
@@ -96,6 +100,7 @@ class Operations:
         for lora in self._epochs.adapters.take_moved():
             reason = f"lora_request: adapter {lora.lora_name!r} was loaded in place from {lora.lora_path}"
             logger.warning("%s: what requests that came before have computed or load is not used", reason)
+            self._epochs.adapter_moved(lora.lora_name)
             names = with_adapter(self._scheduler, lora.lora_int_id)
             self._compute_here(self._consumer.outdate(reason, names), at_once=False)
 
