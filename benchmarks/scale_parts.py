@@ -211,7 +211,7 @@ def linked_peer_bytes() -> int:
             receives.tick(now)
         receives.abort("r", now)  # the link stays
         receives._linked.clear()
-        assert receives._links._links[key, engine].ranks, "it is not linked"
+        assert receives._links._links[key, engine, False].ranks, "it is not linked"
 
     link(PEERS)
     size = bytes_of(lambda: [link(number) for number in range(PEERS)])

@@ -336,7 +336,7 @@ def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, tr
     assert until_next(10.0) == pytest.approx(POLL_DRAINING_S)
     transport.given[0].left = 1
     assert until_next(10.0) == until_next(10.0, draining=False) == pytest.approx(LONGEST_OF_OLD_S)
-    assert LONGEST_OF_OLD_S < until_next(10.3) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
+    assert LONGEST_OF_OLD_S < until_next(10.4) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
 
 
 def test_what_the_staging_buffer_holds_no_more_without_having_said_so_has_failed() -> None:
