@@ -43,16 +43,18 @@ def encode(manager: EncoderCacheManager, request: Any) -> None:
         manager.allocate(request, 0)
 
 
-def prefilled(epochs: Epochs, manager: EncoderCacheManager, name: str, image: str) -> str:
-    """Why a prefill that is computed now is not handed over."""
+def prefilled(
+    epochs: Epochs, manager: EncoderCacheManager, name: str, image: str, hit: int = 0, wanted: bool = True
+) -> str:
+    """Why a prefill that is computed now is not handed over; `wanted`: somebody wants it."""
     request = with_image(name, image)
     encode(manager, request)
-    begins = SimpleNamespace(req_id=name, num_computed_tokens=0)
+    begins = SimpleNamespace(req_id=name, num_computed_tokens=hit, mm_features=request.mm_features)
     cached = SimpleNamespace(resumed_req_ids=set())
     step: Any = SimpleNamespace(
         scheduled_new_reqs=[begins], scheduled_cached_reqs=cached, num_scheduled_tokens={name: 40}
     )
-    epochs.advance(step, {name: request})
+    epochs.advance(step, {name: request} if wanted else {})
     why = epochs.mixed(request)
     manager.free_encoder_input(request, 0)
     epochs.forget(name)
@@ -68,6 +70,21 @@ def test_what_the_former_weights_had_encoded_is_not_handed_over(epochs: Epochs, 
     assert prefilled(epochs, manager, "d", "image") == "", "it was encoded anew"
     epochs.moved()
     assert "POST /reset_encoder_cache" in prefilled(epochs, manager, "e", "image")
+
+
+def test_what_was_computed_of_them_is_not_handed_over_when_it_is_found(
+    epochs: Epochs, manager: EncoderCacheManager
+) -> None:
+    """The prefix cache was reset, and then any request has computed with them, for whomever."""
+    prefilled(epochs, manager, "a", "image")
+    epochs.moved()
+    epochs.was_reset()
+    assert prefilled(epochs, manager, "b", "another", hit=16) == ""
+    prefilled(epochs, manager, "c", "image", wanted=False)
+    manager.reset()
+    assert "it began with a prefix" in prefilled(epochs, manager, "d", "image", hit=16)
+    epochs.was_reset()
+    assert prefilled(epochs, manager, "e", "image", hit=16) == "" and not epochs._encoded_before
 
 
 def test_so_are_media_of_an_adapter_that_was_loaded_in_place(epochs: Epochs, manager: EncoderCacheManager) -> None:

@@ -160,6 +160,13 @@ def media_of(request: Request) -> Iterator[str]:
     return (str(feature.identifier) for feature in request.mm_features or ())
 
 
+def media_begun_in(output: SchedulerOutput) -> tuple[set[str], bool]:
+    """The names (`media_of`) of media of all requests that begin in this step, and whether any begins anew after it was
+    preempted, whose media vLLM does not tell again."""
+    names = {name for new in output.scheduled_new_reqs for name in media_of(new)}
+    return names, bool(output.scheduled_cached_reqs.resumed_req_ids)
+
+
 def media_names(config: VllmConfig) -> Callable[[MultiModalFeatureSpec], str]:
     """`medium_name`, as an engine can rely on vLLM's. Where it caches neither media nor prefixes, its hash may be that
     of a counter, with a request's options. With an EC connector names are clients', and the content may lie elsewhere.

@@ -329,8 +329,8 @@ class Consumer:
         return {request_id for request_id in request_ids if self._ended.pop(request_id, False) is None}
 
     def received(self, request_id: str, *, failed: bool = False) -> bool:
-        """Every rank reported. The workers have told the prefill side of what is good; of what failed not all may have
-        asked there, or been understood. Returns whether what came is of use."""
+        """Every rank reported. The workers have told the prefill side of what is good; of what failed under a
+        lease not all may have asked there, or been understood. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
         self._used.add(None if failed else receive)
         self._forget(request_id, release=failed and bool(receive and receive.reading))

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_pd_connector.compat.blocks import begun_in, is_empty, media_of
+from vllm_pd_connector.compat.blocks import begun_in, is_empty, media_begun_in, media_of
 from vllm_pd_connector.compat.model.adapters import Adapters
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME, OwnWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm_pd_connector.compat.types import BlockPool, LoRARequest, Request, SchedulerOutput
 
@@ -59,11 +59,18 @@ class Epochs:
 
     def adapter_moved(self, name: str) -> None:
         """An adapter of this name has another content."""
-        self._encoded_before |= {key: one for key, one in self.encoded().items() if key.startswith(f"{name}:")}
+        before = self._encoded_before
+        self._encoded_before = {
+            key: one
+            for key, one in self.encoded().items()
+            if one is before.get(key, self) or key.startswith(f"{name}:")
+        }
 
-    def _has_old_media(self, request: Request) -> bool:
-        held = self.encoded() if self._encoded_before else {}
-        return any(held.get(name, self) is self._encoded_before.get(name) for name in media_of(request))
+    def _are_old(self, media: Iterable[str]) -> bool:
+        """Whether vLLM still has one of these as it was encoded before."""
+        names = [name for name in media if name in self._encoded_before]
+        held = self.encoded() if names else {}
+        return any(held.get(name, self) is self._encoded_before[name] for name in names)
 
     def _cached(self) -> bool:
         return self.pool is None or not is_empty(self.pool) or (self._stored and self._beside())
@@ -71,6 +78,9 @@ class Epochs:
     def was_reset(self) -> None:
         """The prefix cache has forgotten everything, and so have other connectors."""
         self._outdated = self._stored = False
+        if self._encoded_before:
+            held = self.encoded()
+            self._encoded_before = {key: one for key, one in self._encoded_before.items() if held.get(key) is one}
         self.adapters.was_reset(lora for _, lora in self._came.values())
 
     def arrived(self, request: Request) -> None:
@@ -90,10 +100,13 @@ class Epochs:
         for request_id, hit in begun_in(output) if any(wanted) else ():
             for request in (some[request_id] for some in wanted if request_id in some):
                 self._begun[request_id] = NO_EPOCH if hit and self._outdated else self._epoch
-                if self._has_old_media(request):
+                if self._are_old(media_of(request)):
                     self._begun[request_id] = OLD_MEDIA
                 if hit and request.lora_request is not None and self.adapters.spoilt(request):
                     self._came[request_id] = NO_EPOCH, request.lora_request
+        if self._encoded_before and not self._outdated:
+            media, anew = media_begun_in(output)
+            self._outdated = anew or self._are_old(media)  # what any request computes of them may be found later
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -115,7 +128,8 @@ class Epochs:
         if begun == OLD_MEDIA:
             return (
                 "weights: changed in place, its adapter's perhaps, and its media had been encoded with former ones: "
-                "have vLLM forget encoded media when they change (POST /pause does it, or POST /reset_encoder_cache)"
+                "have vLLM forget encoded media when they change (POST /pause does it, or POST /reset_encoder_cache, "
+                "then POST /reset_prefix_cache)"
             )
         if begun != self._epoch:
             return f"weights: changed in place while it was computed (epoch {begun} then, {self._epoch} now)"

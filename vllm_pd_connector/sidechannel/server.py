@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE = m.Manifests | m.FoundConversation  # whoever asks for these can do without, or ask again
-_BATCH = 256  # frames served before the leases are looked at again
+_BATCH, _BATCH_S = 256, 0.05  # frames served, or seconds, before the leases are looked at again
 _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
 _MAX_CLIENTS = 4096  # that are told when the instance ends
@@ -260,6 +260,7 @@ class SideChannelServer:
         return max(0, math.ceil(min(_LONGEST_SLEEP_S, deadline - self._clock()) * 1000))
 
     def _serve_batch(self) -> None:
+        until = time.monotonic() + _BATCH_S
         for _ in range(_BATCH):
             try:
                 first, *frames = take(self._router, drain=True)
@@ -273,6 +274,8 @@ class SideChannelServer:
             reply = self._answer(parts, (client, seq), asker)
             if reply is not None:
                 self._send(client, seq, reply)
+            if time.monotonic() >= until:  # leases and orders come first then
+                return
 
     def _answer(self, parts: list[bytes], ticket: Ticket, asker: object) -> m.Reply | None:
         """The reply, or None if it comes later. `asker` is the client's key, None without keys."""
