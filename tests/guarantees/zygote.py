@@ -11,6 +11,7 @@ do so for less long than usual (PD_TEST_PATIENCE, seconds).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.abc
 import importlib.metadata
@@ -87,6 +88,7 @@ def begin(change: dict[str, Any], slot: int) -> int:
     child = os.fork()
     if child:
         return child
+    os.setpgid(0, 0)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
@@ -120,6 +122,8 @@ def run(changes: Sequence[dict[str, Any]]) -> list[int]:
                 codes[number] = os.waitstatus_to_exitcode(status)
             else:
                 continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # what its test has started, frozen perhaps
+                os.killpg(child, signal.SIGKILL)
             del running[child]
         time.sleep(0.02)
     return [codes[number] for number in range(len(changes))]
