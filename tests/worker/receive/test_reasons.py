@@ -38,32 +38,27 @@ def test_a_push_that_is_refused_for_its_weights_counts_so(writer: Writer, target
     assert target.failures == {"weights": 1}
 
 
-@pytest.mark.parametrize(
-    ("reason", "kind"),
-    [
-        (GIVEN_UP, FailureKind.ABORTED),
-        (f"prefill p-1 {NOT_HELD}: no lease with that nonce is known", FailureKind.LEASE_LOST),
-        (f"the lease {End.RELEASED.value}", FailureKind.LEASE_LOST),
-        (f"reader 0 {TWICE}", FailureKind.BAD_PARAMETERS),
-        (f"reader 3 of 2 {OTHER_READERS}", FailureKind.BAD_PARAMETERS),
-        (f"the prefilled prompt (4 tokens, digest 0) {OTHER_PROMPT}5 tokens, digest 1)", FailureKind.BAD_PARAMETERS),
-        (f"the lease {End.WEIGHTS.value}", FailureKind.WITHDRAWN),
-        ("worker 1: connection refused", FailureKind.TRANSFER_FAILED),
-    ],
-)
-def test_so_do_those_of_a_push(reason: str, kind: FailureKind) -> None:
-    assert kind_of(reason, FailureKind.TRANSFER_FAILED) is kind
+LEASE, PUSH = FailureKind.LEASE_LOST, FailureKind.TRANSFER_FAILED
+"""What a refusal counts as that says no more."""
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind"),
+    ("usual", "reason", "kind"),
     [
-        (unlike(Weights("version v2", 1), Weights()), FailureKind.WEIGHTS),
-        (f"prefill p-1 is not held here: {End.RESET.value}", FailureKind.WITHDRAWN),
-        (f"the lease {End.EXPIRED.value}", FailureKind.LEASE_LOST),
-        (f"the lease {End.DROPPED.value}", FailureKind.LEASE_LOST),
-        ("", FailureKind.LEASE_LOST),
+        (LEASE, unlike(Weights("version v2", 1), Weights()), FailureKind.WEIGHTS),
+        (LEASE, f"prefill p-1 is not held here: {End.RESET.value}", FailureKind.WITHDRAWN),
+        (LEASE, f"the lease {End.EXPIRED.value}", FailureKind.LEASE_LOST),
+        (LEASE, f"the lease {End.DROPPED.value}", FailureKind.LEASE_LOST),
+        (LEASE, "", FailureKind.LEASE_LOST),
+        (PUSH, GIVEN_UP, FailureKind.ABORTED),
+        (PUSH, f"prefill p-1 {NOT_HELD}: no lease with that nonce is known", FailureKind.LEASE_LOST),
+        (PUSH, f"the lease {End.RELEASED.value}", FailureKind.LEASE_LOST),
+        (PUSH, f"the lease {End.WEIGHTS.value}", FailureKind.WITHDRAWN),
+        (PUSH, f"reader 0 {TWICE}", FailureKind.BAD_PARAMETERS),
+        (PUSH, f"reader 3 of 2 {OTHER_READERS}", FailureKind.BAD_PARAMETERS),
+        (PUSH, f"the prefilled prompt (4 tokens, digest 0) {OTHER_PROMPT}5 tokens)", FailureKind.BAD_PARAMETERS),
+        (PUSH, "worker 1: connection refused", FailureKind.TRANSFER_FAILED),
     ],
 )
-def test_the_prefill_side_s_words_tell_the_kind(reason: str, kind: FailureKind) -> None:
-    assert kind_of(reason, FailureKind.LEASE_LOST) is kind
+def test_the_prefill_side_s_words_tell_the_kind(usual: FailureKind, reason: str, kind: FailureKind) -> None:
+    assert kind_of(reason, usual) is kind
