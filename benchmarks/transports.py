@@ -8,6 +8,10 @@ given the same descriptors (`bare`), and a plain copy of the same bytes inside o
 (more where they are short), and the ratio of the best ones beside theirs: with two processes on two cores, over TCP, a
 library's best round may be half as long as its median. Writes JSON, a table in Markdown and a plot.
 
+All of it is done with several pairs of processes, each started anew: on two cores the same point has ratios from 0.8 to
+1.2 over Mooncake from one pair to the next, and much the same in all rounds of one. What is told of a point is the
+median of the pairs' figures, and the least and the greatest ratio that one of them had.
+
 - bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
 - bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping. Beside it (`ones`) the
   library alone as the port has to use it: in batches of one, whose state can be asked for, and looked at all the time.
@@ -19,29 +23,25 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import importlib.metadata
 import multiprocessing
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from report import markdown, write
+from transports_bare import BARE, Bare, BareMooncake, Memory
 from transports_plot import plot, size
 
-from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer, Use
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters
 from vllm_pd_connector.transport.registry import create
-from vllm_pd_connector.worker.hugepages import collapse
 from vllm_pd_connector.worker.poll_interval import pause
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +55,8 @@ SERVES = {"read": False, "write": True}
 """Whether peers may use the memory of who does this: a decode instance in mode pull reads and is nobody's target, a
 prefill instance that writes is read from by others."""
 
-SHORT_S, SHORT_ROUNDS = 0.8, 12
+STARTS = 5
+SHORT_S, SHORT_ROUNDS = 0.3, 12
 """Rounds that are over in less than this together are made so many times."""
 
 GOAL, GOAL_MESSAGE, SHORT_GOAL, GOAL_RUN_BYTES = 0.95, 4 * MIB, 0.85, 64 * KIB
@@ -68,10 +69,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+Case = tuple[str, str, int, int]
+"""Transport, operation, bytes of a message and of a run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
-    """GB/s (1e9 bytes) of one message, medians; `ratio` is connector / bare, `best` the same of their best rounds,
-    `ones` the bare library's in batches of one / bare, None where that is no case."""
+    """GB/s (1e9 bytes) of one message, medians; `ratio` is connector / bare, `of_lowest` and `of_highest` that of one
+    pair of processes, `best` the same of their best rounds, `ones` the bare library's in batches of one / bare, None
+    where that is no case."""
 
     transport: str
     operation: str
@@ -81,113 +87,10 @@ class Point:
     bare: float
     copy: float
     ratio: float
+    of_lowest: float
+    of_highest: float
     best: float
     ones: float | None
-
-
-class Memory:
-    """`length` bytes that are not zero, on huge pages where the kernel allows."""
-
-    def __init__(self, length: int) -> None:
-        self.bytes = np.resize(np.arange(251, dtype=np.uint8), length)
-        self.segment = Segment(self.bytes.ctypes.data, length, "cpu", 0)
-        collapse((self.segment,))
-
-
-class Bare(Protocol):
-    """A library without the connector around it."""
-
-    def hello(self) -> Any: ...
-
-    def meet(self, hello: Any) -> None: ...
-
-    def move(self, operation: str, runs: Runs) -> None: ...
-
-
-class BareNixl:
-    """An agent with the connector's own settings."""
-
-    def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
-        self._nixl = importlib.import_module("nixl")._bindings
-        config = self._nixl.nixlAgentConfig()
-        given = NixlOptions(**options)
-        config.useProgThread, config.pthrDelay = serves, given.progress_interval_us
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
-        self._name = f"bare-{os.getpid()}-{serves}"
-        self._agent = self._nixl.nixlAgent(self._name, config)
-        self._agent.createBackend(given.backend, backend_parameters(given, os.environ))
-        segment = [(memory.segment.address, memory.segment.length, 0, b"")]
-        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, segment), [])
-
-    def hello(self) -> Any:
-        return self._name, self._agent.getLocalMD()
-
-    def meet(self, hello: Any) -> None:
-        self._peer, metadata = hello
-        self._agent.loadRemoteMD(metadata)
-
-    def move(self, operation: str, runs: Runs) -> None:
-        def rows(address: Any) -> Any:
-            table = np.empty((len(address), 3), dtype=np.int64)
-            table[:, 0], table[:, 1], table[:, 2] = address, runs.length, 0
-            return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
-
-        reads = operation == "read"
-        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
-        opcode = self._nixl.NIXL_READ if reads else self._nixl.NIXL_WRITE
-        handle = self._agent.createXferReq(opcode, rows(local), rows(remote), self._peer, b"", [])
-        status = self._agent.postXferReq(handle, b"")
-        while status == self._nixl.NIXL_IN_PROG:
-            time.sleep(0.0001)
-            status = self._agent.getXferStatus(handle)
-        self._agent.releaseXferReq(handle)
-
-
-class BareMooncake:
-    """An engine of its own."""
-
-    BATCH, UNDER_WAY = 1000, 256
-
-    def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
-        self._engine = importlib.import_module("mooncake.engine").TransferEngine()
-        self._host = options["address"]
-        assert self._engine.initialize(self._host, "P2PHANDSHAKE", options["protocol"], "") == 0
-        assert self._engine.register_memory(memory.segment.address, memory.segment.length) == 0
-
-    def hello(self) -> Any:
-        return f"{self._host}:{self._engine.get_rpc_port()}"
-
-    def meet(self, hello: Any) -> None:
-        self._peer = hello
-
-    def move(self, operation: str, runs: Runs) -> None:
-        reads = operation == "read"
-        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
-        call = self._engine.batch_transfer_sync_read if reads else self._engine.batch_transfer_sync_write
-        for at in range(0, len(runs), self.BATCH):
-            batch = slice(at, at + self.BATCH)
-            status = call(self._peer, local[batch].tolist(), remote[batch].tolist(), runs.length[batch].tolist())
-            assert status == 0, f"Mooncake: status {status}"
-
-    def one_by_one(self, operation: str, runs: Runs) -> None:
-        """The same in batches of one, as many under way as the port has, looked at without a pause."""
-        reads, opcodes = operation == "read", importlib.import_module("mooncake.engine").TransferOpcode
-        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
-        opcode, running = opcodes.Read if reads else opcodes.Write, deque[int]()
-        for ours, theirs, length in zip(local.tolist(), remote.tolist(), runs.length.tolist(), strict=True):
-            while len(running) >= self.UNDER_WAY:
-                self._end_some(running)
-            running.append(self._engine.batch_transfer_async(self._peer, [ours], [theirs], [length], opcode))
-        while running:
-            self._end_some(running)
-
-    def _end_some(self, running: deque[int]) -> None:
-        while running and (status := self._engine.transfer_check_status(running[0])):
-            assert status == 1, f"Mooncake: status {status}"
-            running.popleft()
-
-
-BARE: dict[str, Callable[[dict[str, Any], Memory, bool], Bare]] = {"nixl": BareNixl, "mooncake": BareMooncake}
 
 
 def serve(pipe: Connection, name: str, length: int) -> None:
@@ -297,8 +200,11 @@ def seconds(rounds: int, actions: Sequence[Callable[[], None]]) -> NDArray[np.fl
     return np.array(found[1:])
 
 
-def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequence[int], rounds: int) -> list[Point]:
-    points = []
+def measure(
+    pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequence[int], rounds: int
+) -> Iterator[tuple[Case, NDArray[np.float64]]]:
+    """What `seconds` says of every case: of the port, a plain copy and, if there is one, the bare library, also in
+    batches of one."""
     for message in messages:
         for length in (length for length in lengths if length <= message):
             pair.verify(message, length)
@@ -314,24 +220,30 @@ def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequenc
                     actions.append(lambda: bare.move(operation, runs))  # noqa: B023
                 if isinstance(bare, BareMooncake):
                     actions.append(lambda: bare.one_by_one(operation, runs))  # noqa: B023
-                took = seconds(rounds, actions)
-                middle, shortest = np.median(took, axis=0), took.min(axis=0)
-                base = 2 if bare else 1
-                connector, copy, alone = (round(message / middle[i] / 1e9, 3) for i in (0, 1, base))
-                ratio, best = (round(float(some[base] / some[0]), 2) for some in (middle, shortest))
-                ones = round(float(middle[2] / middle[3]), 2) if len(middle) > 3 else None
-                points.append(Point(pair.name, operation, message, length, connector, alone, copy, ratio, best, ones))
-                print(points[-1], flush=True)
-    return points
+                yield (pair.name, operation, message, length), seconds(rounds, actions)
+
+
+def point(case: Case, starts: Sequence[NDArray[np.float64]]) -> Point:
+    """What one case's rounds say, an array of each pair of processes."""
+    middle, shortest = (np.array([f(took, axis=0) for took in starts]) for f in (np.median, np.min))
+    base = min(2, middle.shape[1] - 1)
+    connector, copy, bare = (round(float(case[2] / np.median(middle[:, i]) / 1e9), 3) for i in (0, 1, base))
+    ratios, best = (some[:, base] / some[:, 0] for some in (middle, shortest))
+    ones = round(float(np.median(middle[:, 2] / middle[:, 3])), 2) if middle.shape[1] > 3 else None
+    told = (round(float(f(ratios)), 2) for f in (np.median, np.min, np.max))
+    return Point(*case, connector, bare, copy, *told, round(float(np.median(best)), 2), ones)
 
 
 def table(points: Sequence[Point]) -> str:
     """Markdown, one line per transport, operation and message size and run length."""
-    head = ("transport", "operation", "message", "runs", "connector GB/s", "bare GB/s", "ratio", "of best", "copy GB/s")
+    head = (
+        *("transport", "operation", "message", "runs", "connector GB/s", "bare GB/s", "ratio"),
+        *("of the lowest pair", "of the highest", "of the best rounds", "copy GB/s"),
+    )
     rows = [
         (
             *(p.transport, p.operation, size(p.message_bytes), size(p.run_bytes)),
-            *(p.connector, p.bare, p.ratio, p.best, p.copy),
+            *(p.connector, p.bare, p.ratio, p.of_lowest, p.of_highest, p.best, p.copy),
         )
         for p in points
     ]
@@ -355,6 +267,8 @@ def summary(points: Sequence[Point]) -> list[dict[str, Any]]:
                 "connector / bare, median": round(float(np.median([p.ratio for p in some])), 2),
                 "lowest": lowest.ratio,
                 "its runs, KiB": lowest.run_bytes // KIB,
+                "of the lowest pair": round(float(np.median([p.of_lowest for p in some])), 2),
+                "of the highest": round(float(np.median([p.of_highest for p in some])), 2),
                 "of the best rounds": round(float(np.median([p.best for p in some])), 2),
                 "bare in batches of one": median_or_none([p.ones for p in some]),
                 "goal": GOAL if message >= GOAL_MESSAGE else SHORT_GOAL,
@@ -373,20 +287,26 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--messages", nargs="+", type=int, default=list(MESSAGES_MIB), help="MiB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=STARTS, help="pairs of processes, one after another")
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "transports", help="without suffix")
     options = parser.parse_args()
     messages = [count * MIB for count in options.messages]
     length = max(messages) * SPREAD
-    other, points, load = Memory(length), [], [os.getloadavg()[0]]
-    for name in options.variants:
-        pair = Pair(name, length)
-        try:
-            points += measure(pair, other, messages, RUN_BYTES, options.rounds)
-        finally:
-            pair.close()
+    other, load = Memory(length), [os.getloadavg()[0]]
+    found: dict[Case, list[NDArray[np.float64]]] = {}
+    for start in range(options.starts):
+        for name in options.variants:
+            pair = Pair(name, length)
+            try:
+                for case, took in measure(pair, other, messages, RUN_BYTES, options.rounds):
+                    found.setdefault(case, []).append(took)
+                    print(f"start {start}:", point(case, (took,)), flush=True)
+            finally:
+                pair.close()
+    points = [point(case, starts) for case, starts in found.items()]
     load.append(os.getloadavg()[0])
     versions = {name: importlib.metadata.version(name) for name in ("nixl", "mooncake-transfer-engine-non-cuda")}
-    facts = {"cores": os.cpu_count(), "versions": versions, "load_before_and_after": load}
+    facts = {"cores": os.cpu_count(), "starts": options.starts, "versions": versions, "load_before_and_after": load}
     content = facts | {"summary": summary(points), "points": [asdict(point) for point in points]}
     write(options.into.with_suffix(".json"), content)
     options.into.with_suffix(".md").write_text(f"{table(points)}\n{markdown(summary(points))}\n")

@@ -1,0 +1,123 @@
+"""The bare libraries that `transports.py` holds the connector against: each without the connector around it, with the
+connector's own settings."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters
+from vllm_pd_connector.worker.hugepages import collapse
+
+
+class Memory:
+    """`length` bytes that are not zero, on huge pages where the kernel allows."""
+
+    def __init__(self, length: int) -> None:
+        self.bytes = np.resize(np.arange(251, dtype=np.uint8), length)
+        self.segment = Segment(self.bytes.ctypes.data, length, "cpu", 0)
+        collapse((self.segment,))
+
+
+class Bare(Protocol):
+    """A library without the connector around it."""
+
+    def hello(self) -> Any: ...
+
+    def meet(self, hello: Any) -> None: ...
+
+    def move(self, operation: str, runs: Runs) -> None: ...
+
+
+class BareNixl:
+    """An agent with the connector's own settings."""
+
+    def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
+        self._nixl = importlib.import_module("nixl")._bindings
+        config = self._nixl.nixlAgentConfig()
+        given = NixlOptions(**options)
+        config.useProgThread, config.pthrDelay = serves, given.progress_interval_us
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        self._name = f"bare-{os.getpid()}-{serves}"
+        self._agent = self._nixl.nixlAgent(self._name, config)
+        self._agent.createBackend(given.backend, backend_parameters(given, os.environ))
+        segment = [(memory.segment.address, memory.segment.length, 0, b"")]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, segment), [])
+
+    def hello(self) -> Any:
+        return self._name, self._agent.getLocalMD()
+
+    def meet(self, hello: Any) -> None:
+        self._peer, metadata = hello
+        self._agent.loadRemoteMD(metadata)
+
+    def move(self, operation: str, runs: Runs) -> None:
+        def rows(address: Any) -> Any:
+            table = np.empty((len(address), 3), dtype=np.int64)
+            table[:, 0], table[:, 1], table[:, 2] = address, runs.length, 0
+            return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
+
+        reads = operation == "read"
+        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
+        opcode = self._nixl.NIXL_READ if reads else self._nixl.NIXL_WRITE
+        handle = self._agent.createXferReq(opcode, rows(local), rows(remote), self._peer, b"", [])
+        status = self._agent.postXferReq(handle, b"")
+        while status == self._nixl.NIXL_IN_PROG:
+            time.sleep(0.0001)
+            status = self._agent.getXferStatus(handle)
+        self._agent.releaseXferReq(handle)
+
+
+class BareMooncake:
+    """An engine of its own."""
+
+    BATCH, UNDER_WAY = 1000, 256
+
+    def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
+        self._engine = importlib.import_module("mooncake.engine").TransferEngine()
+        self._host = options["address"]
+        assert self._engine.initialize(self._host, "P2PHANDSHAKE", options["protocol"], "") == 0
+        assert self._engine.register_memory(memory.segment.address, memory.segment.length) == 0
+
+    def hello(self) -> Any:
+        return f"{self._host}:{self._engine.get_rpc_port()}"
+
+    def meet(self, hello: Any) -> None:
+        self._peer = hello
+
+    def move(self, operation: str, runs: Runs) -> None:
+        reads = operation == "read"
+        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
+        call = self._engine.batch_transfer_sync_read if reads else self._engine.batch_transfer_sync_write
+        for at in range(0, len(runs), self.BATCH):
+            batch = slice(at, at + self.BATCH)
+            status = call(self._peer, local[batch].tolist(), remote[batch].tolist(), runs.length[batch].tolist())
+            assert status == 0, f"Mooncake: status {status}"
+
+    def one_by_one(self, operation: str, runs: Runs) -> None:
+        """The same in batches of one, as many under way as the port has, looked at without a pause."""
+        reads, opcodes = operation == "read", importlib.import_module("mooncake.engine").TransferOpcode
+        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
+        opcode, running = opcodes.Read if reads else opcodes.Write, deque[int]()
+        for ours, theirs, length in zip(local.tolist(), remote.tolist(), runs.length.tolist(), strict=True):
+            while len(running) >= self.UNDER_WAY:
+                self._end_some(running)
+            running.append(self._engine.batch_transfer_async(self._peer, [ours], [theirs], [length], opcode))
+        while running:
+            self._end_some(running)
+
+    def _end_some(self, running: deque[int]) -> None:
+        while running and (status := self._engine.transfer_check_status(running[0])):
+            assert status == 1, f"Mooncake: status {status}"
+            running.popleft()
+
+
+BARE: dict[str, Callable[[dict[str, Any], Memory, bool], Bare]] = {"nixl": BareNixl, "mooncake": BareMooncake}
