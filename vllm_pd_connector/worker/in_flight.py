@@ -175,7 +175,7 @@ class InFlight:
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
             over, self.staged = self.staged, set()
             for index in over:
-                yield TransferFailed(index, "it was given up", terminal=True), None
+                yield TransferFailed(index, "it was given up", terminal=index not in self.stuck), None
         for index in sorted(self.stuck):
             if (watch := self.watches[index]) is None:
                 continue
@@ -246,12 +246,14 @@ class InFlight:
 
     def staged_ended(self, stream: Stream, error: TransferError | None) -> TransferEnd:
         """What became of a transfer by way of the staging buffer. What one that writes has begun may go on."""
+        if error is not None and self.writes and not error.terminal:
+            self.stuck.add(stream.index)
         if error is not None and self.writes and self.stager.holds(self.owner):
             return TransferFailed(stream.index, str(error), terminal=False)
         self.staged.discard(stream.index)
         self.over += stream.landed
         if error is not None:
-            return TransferFailed(stream.index, str(error), terminal=True)
+            return TransferFailed(stream.index, str(error), terminal=stream.index not in self.stuck)
         self.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
         return TransferDone(stream.index)
 
@@ -297,6 +299,11 @@ class InFlight:
     def moves(self) -> bool:
         """Whether the transport still works on any of it."""
         return any(direct.running for direct in self.transfers.values()) or self.stager.moves(self.owner)
+
+    @property
+    def unheard(self) -> bool:
+        """Whether something of it may still write, and of that nobody but the other worker's end would tell."""
+        return bool(self.stuck) and not (self.transfers or self.staged)
 
     @property
     def arrived(self) -> int:

@@ -29,8 +29,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "a push is done when every worker of the prefill instance has written its part",
-        "PushTable", "        if registration.ordered:\n            return\n        self._settle", "        self._settle",
+        "PushTable", "            if not registration.ordered:\n                self._settle", "            if True:\n                self._settle",
         "test_without_failures_every_order_is_served",
+    ),
+    Guarantee(
+        "a push that has failed is over when every worker has said that it writes no more",
+        "Draining", "        if push.writing:\n            return None\n", "",
+        "test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
     ),
     Guarantee(
         "a cache is written for the prompt that it was computed for",

@@ -27,21 +27,21 @@ def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free
     failures = [FAILURES] if quick else [(), *((failure,) for failure in FAILURES)]
     for command in chain.from_iterable(permutations(NORMAL + some) for some in failures):
         world = World(quick, late)
-        # An event without effect where it stands is left out, so that shorter histories are among these, too.
+        table = world.table  # an event without effect where it stands is left out, so shorter histories are here, too
         for event in command:
             world.do(event)
         world.work()
-        world.table.tick(world.now + PATIENCE)
+        table.tick(world.now + PATIENCE)
         world.settle()
         world.close()
         world.settle()
         world.work()
-        assert not world.table._registrations and not world.table._rendezvous, command
+        assert not table._registrations and not table._draining and not table._rendezvous, command
         for reader in (0, 1):
             world.do(f"register {reader}")  # who had no answer but how far it was asks again
-            given = world.answers[into(reader).attempt]
-            assert given[-1].terminal, command
-            results.add(given[-1].state)
+            last = world.answers[into(reader).attempt][-1]
+            assert last.terminal, command
+            results.add(last.state)
     assert results == {pm.PushState.DONE, pm.PushState.FAILED}
 
 
@@ -381,10 +381,10 @@ def test_a_group_begins_as_late_as_the_worker_that_wrote_least_of_it() -> None:
 
 
 def test_reports_of_what_is_not_known_change_nothing() -> None:
-    world = World()
-    world.table.ended(pm.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
-    world.table.close("unknown", "pulled", 0.0)
-    assert world.table.freed.take() == ["unknown"], "a prefill that is read has no push"
+    table = World().table
+    table.ended(pm.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
+    table.close("unknown", "pulled", 0.0)
+    assert table.freed.take() == ["unknown"], "a prefill that is read has no push"
 
 
 def test_registrations_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

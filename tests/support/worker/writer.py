@@ -208,7 +208,7 @@ def over(writer: Writer) -> None:
     """Wait until every worker has said that it writes nothing of what was asked for."""
     table = writer.server.pushes._table
     assert table is not None
-    until(lambda: not table._registrations, "the workers' word that nothing is written")
+    until(lambda: not table._registrations and not table._draining, "the workers' word that nothing is written")
 
 
 def whole(memory: Sequence[int], expected: np.ndarray) -> bool:

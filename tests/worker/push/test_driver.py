@@ -381,8 +381,7 @@ def test_what_a_lost_connection_may_still_bring_keeps_blocks_of_decode_and_the_n
     assert target.quarantined == {"d"} and not target.drained
     counted = [stats.data for loop in writer.loops if (stats := loop._outbox.take_stats()) is not None]
     assert counted and not any(data["relinked"] for data in counted), "no other endpoint is needed"
-    in_its_thread(target.loop, lambda _: target.loop._processes.close())
-    over(writer)
+    until(lambda: not any(writer.pushes()), "it to be forgotten")
 
 
 def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):

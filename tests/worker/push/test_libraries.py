@@ -176,7 +176,7 @@ def test_a_killed_instance_fails_its_push_before_the_deadline_and_its_next_life_
     until(lambda: writer.server.counts()["PushInto"] > 2, "the push to be asked for")
     assert pushed(writer, other, "b").end().state is PushState.DONE
     first.kill()
-    failure = waiting.end()
+    failure = waiting.end(terminal=False)
     assert failure.state is PushState.FAILED and "longer than" not in failure.reason
     freed(writer, "a", "b")
     second = start("d-0")

@@ -20,7 +20,7 @@ from tests.support.effort import examples
 from tests.support.geometry.moves import moves
 from tests.support.geometry.request import Move
 from tests.support.geometry.world import Worker, instance, write
-from tests.support.worker.decode_instance import in_its_thread, lacking, set_faults, until
+from tests.support.worker.decode_instance import lacking, set_faults, until
 from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, whole
 from vllm_pd_connector.bounded import at_once
@@ -346,7 +346,7 @@ def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(w
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "a defect as it is given"])
-def test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_until_the_worker_has_ended(
+def test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_and_costs_the_prefill_side_nothing(
     writer, target, monkeypatch, taken
 ):
     if taken:
@@ -363,9 +363,11 @@ def test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_until_the_wo
     freed(writer, "b")
     target.collect()
     assert target.quarantined == {"d-a"} and not target.drained
-    assert writer.loops[0]._stager.pause() is not None, "what may go on is looked at"
-    in_its_thread(target.loop, lambda _: target.loop._processes.close())
-    until(lambda: writer.loops[0]._stager.pause() is None, "the word that the worker has ended")
+    until(lambda: not any(writer.pushes()), "it to be forgotten")
+    assert writer.loops[0]._stager.pause() is None
+    before = writer.server.counts()["WithdrawPush"]
+    target.until(lambda: writer.server.counts()["WithdrawPush"] > before + 1, "further questions")
+    assert target.quarantined == {"d-a"} and not target.drained, "they were answered as if nothing could arrive"
 
 
 @pytest.mark.parametrize("broken", ["chunks", "copies"])

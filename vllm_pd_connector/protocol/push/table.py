@@ -12,9 +12,8 @@ A *registration* is one decode worker's, of its blocks, named by its attempt:
 How they find each other is in `rendezvous`; a prefill that nobody wants is kept by its lease, which is not known here.
 Every change gives commands to all workers of this instance; each of them reports the end of every attempt that it was
 ordered to write. A failure is answered at once, and not as the end: until all workers have said that nothing is written
-any more the decode side's blocks are in quarantine. So nobody sees what is written there, and the blocks of the
-prefill, the source of those writes, may be others' at once. (A worker may need the end of another process to know of
-its writes, and a network that broke between two that live tells it of neither.)
+any more (`draining`) the decode side's blocks are in quarantine. So nobody sees what is written there, and the blocks
+of the prefill, the source of those writes, may be others' at once.
 
 A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
 with DONE, and the lease, which the answer names, is kept for it (`kept`). A prefill that was preempted after a part was
@@ -34,6 +33,7 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket, among_latest
+from vllm_pd_connector.protocol.push.draining import Draining
 from vllm_pd_connector.protocol.push.registrations import (
     GIVEN_UP,
     Prefill,
@@ -88,6 +88,7 @@ class PushTable:
         self._now = self._stepped = -inf  # the latest time that was told
         self._look_at = inf  # no ticket is due before
         self._rendezvous, self._registrations = Rendezvous(wait_timeout_s), Registrations()
+        self._draining = Draining(self._replies)
         self._answers: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)
         self._withdrawn: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)  # unknown then, which anybody can say of any
         self._commands = CommandQueue(workers)
@@ -106,25 +107,21 @@ class PushTable:
     def register(self, into: pm.PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
         """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
         self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
-        known = self._answers, self._withdrawn, self._registrations.refused
-        if answer := next((some[into.attempt] for some in known if into.attempt in some), None):
+        known = self._answers, self._withdrawn, self._registrations.refused, self._draining
+        if answer := next((answer for some in known if (answer := some.get(into.attempt)) is not None), None):
             self._replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
-        if registration is None and (
-            refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights)
-        ):
-            self._replies.append((ticket, self._registrations.refuse(into, refusal)))
-            return None
         if registration is None:
+            if refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights):
+                self._replies.append((ticket, self._registrations.refuse(into, refusal)))
+                return None
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
             registration.tickets[ticket] = now + ANSWER_S
             if (prefill := self._rendezvous.find(into.prefill, registration.began, into.reading)) is not None:
                 self._attach(registration, prefill)
             elif reason := self._rendezvous.await_prefill(registration, now):
                 self._fail(registration, reason)
-        elif registration.state is pm.PushState.FAILED:
-            self._replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
         else:
             among_latest(registration.tickets, ticket, now + ANSWER_S)
         return registration.prefill.lease if registration.prefill is not None else None
@@ -142,6 +139,8 @@ class PushTable:
                 self._fail_prefill(prefill, GIVEN_UP)
             self._replies.append((ticket, answer))
             return
+        if self._draining.wait(message.attempt, ticket, now + ANSWER_S):
+            return
         registration = self._registrations.get(message.attempt)
         if registration is None:  # it was never registered, and what is still on its way is refused
             self._withdrawn[message.attempt] = failed(GIVEN_UP)
@@ -155,12 +154,8 @@ class PushTable:
         else:
             self._fail(registration, GIVEN_UP)
             self._rendezvous.decline(registration.into.prefill.name, registration.began, now)
-        if (answer := self._answers.get(message.attempt)) is not None:
-            self._replies.append((ticket, answer))
-        else:
-            # Told that it goes on it asks again; without a word it would take the connection to have broken.
-            registration.tickets[ticket] = now + ANSWER_S
-            self._look_at = min(self._look_at, now + ANSWER_S)
+        if not self._draining.wait(message.attempt, ticket, now + ANSWER_S):
+            self._replies.append((ticket, self._answers[message.attempt]))
 
     def decline(self, message: pm.DeclinePush, now: float) -> None:
         """A decode instance needs nothing of a prefill."""
@@ -263,21 +258,20 @@ class PushTable:
         """A worker's part of a push is written, has failed, or goes on."""
         registration = self._registrations.get(message.attempt)
         if registration is None or message.worker not in registration.ordered:
-            return
-        if not message.ok:
-            if registration.prefill is not None:
-                self._fail_prefill(registration.prefill, message.reason)
-            else:
-                self._fail(registration, message.reason)
-        if not message.terminal:
+            pass
+        elif not message.ok:
+            assert registration.prefill is not None
+            self._fail_prefill(registration.prefill, message.reason)  # it drains
+        elif not message.terminal:
             registration.arrived[message.worker] = message.moved.descriptors
-            return
-        registration.first_valid_tokens = latest((registration.first_valid_tokens, message.late_starts))
-        registration.moved += message.moved
-        registration.ordered.discard(message.worker)
-        if registration.ordered:
-            return
-        self._settle(registration)
+        else:
+            registration.first_valid_tokens = latest((registration.first_valid_tokens, message.late_starts))
+            registration.moved += message.moved
+            registration.ordered.discard(message.worker)
+            if not registration.ordered:
+                self._settle(registration)
+        if (last := self._draining.ended(message)) is not None:
+            self._answers[message.attempt] = last
 
     # Time and results
 
@@ -288,6 +282,7 @@ class PushTable:
             self._command(registration, ahead)
         for registration, reason in self._rendezvous.tick(now):
             self._fail(registration, reason)
+        self._draining.tick(now)
         self.replies.extend(self._commands.tick(now))  # who may be given something is not told that there is nothing
         if now < self._look_at:
             return
@@ -305,7 +300,7 @@ class PushTable:
     def next_deadline(self) -> float | None:
         """When `tick` is due, None if nothing waits."""
         look_at = self._look_at if self._registrations else inf
-        moments = (*self._rendezvous.moments(), *self._commands.moments(), look_at)
+        moments = (*self._rendezvous.moments(), *self._commands.moments(), self._draining.due, look_at)
         return min((moment for moment in moments if moment < inf), default=None)
 
     # Inside
@@ -367,6 +362,8 @@ class PushTable:
         if registration.ordered:
             self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
             self._answer(registration, pm.Pushed(registration.state, registration.reason, False))
+            self._draining.add(registration)
+            self._forget(registration)
         else:
             self._settle(registration)
 
@@ -377,23 +374,26 @@ class PushTable:
             if not registration.last[1]:
                 return
             registration.state = pm.PushState.DONE
-        answer = registration.last_answer()
-        self._answers[registration.into.attempt] = answer
+        answer = self._answers[registration.into.attempt] = registration.last_answer()
         self._answer(registration, answer)
-        del self._registrations[registration.into.attempt]
-        if prefill is None:
-            self._rendezvous.leave(registration)
-            return
-        prefill.registrations.pop(registration.into.attempt, None)
-        if registration.state is pm.PushState.DONE:
-            assert prefill.lease is not None
+        self._forget(registration)
+        if prefill is not None and registration.state is pm.PushState.DONE:
             into = registration.into
+            assert prefill.lease is not None
             prefill.served.add(into.reader)
             if answer.lease is not None:
                 self.kept.append((answer.lease, into.compare_s))
             else:
                 taken = pm.Taken(into.home.engine_id, registration.moved, into.trace)
                 self.served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
+
+    def _forget(self, registration: PushRegistration) -> None:
+        """It is over, or drains."""
+        del self._registrations[registration.into.attempt]
+        if registration.prefill is None:
+            self._rendezvous.leave(registration)
+        else:
+            registration.prefill.registrations.pop(registration.into.attempt, None)
 
     def _answer(self, registration: PushRegistration, answer: pm.Pushed) -> None:
         self._replies += [(ticket, answer) for ticket in registration.tickets]

@@ -34,7 +34,7 @@ class ActivePush:
     attention were bound, except some waves of layers that are `ahead` of it, and `ended` that the rest was, too;
     `work` was bound and is to be begun, `begun` says how many transfers were. `arrived` is how far they were when the
     deadline was set, `told` when the scheduler half was told last, and it is told again from `tell_at` on. By the step
-    that it `waits_for` it is filed; it is not looked at before `look_at`."""
+    that it `waits_for` it is filed; it is not looked at before `look_at`. `cancelled`: no order comes of it."""
 
     into: PushInto
     link: WriteLink
@@ -46,6 +46,7 @@ class ActivePush:
     ended: bool = False
     waits_for: int | None = None
     look_at: float = 0.0
+    cancelled: bool = False
     begun: int = 0
     arrived: int = 0
     told: int = 0
@@ -70,8 +71,14 @@ class ActivePush:
 
     @property
     def rests(self) -> bool:
-        """Whether there is nothing of it to be looked at: it waits for a step, as most do while prefills run."""
-        return self.in_flight.ended and self.machine.next_deadline() is None
+        """Whether there is nothing of it to be looked at: it waits for a step, as most do while prefills run, or has
+        failed and nothing more is heard of it."""
+        return (self.in_flight.ended or self.in_flight.unheard) and self.machine.next_deadline() is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody will ask for it, and nothing becomes known of it, though it may still write."""
+        return self.cancelled and self.machine.failed and self.in_flight.unheard
 
     @property
     def missing(self) -> str:

@@ -7,7 +7,9 @@ of that step is done, or wave by wave of its layers (`waves`).
 
 A push is written with a cursor, and its end is reported once everything was written: done when all transfers are, or
 failed with the reason. A failure is reported at once, and again when no transfer can write any more. Every order's
-attempt is reported, also by a rank whose part is empty.
+attempt is reported, also by a rank whose part is empty. A write of which the library says no more, as of a decode host
+that fell silent, may go on until that process ends, and then nobody asks any more: the scheduler half keeps it as one
+without an end (`protocol.push.draining`), and this side forgets it.
 
 Where a part goes by way of the staging buffer (`staging.stager`), its copies read this worker's cache in the transfer
 thread, some time after the part was bound. They see what a direct write would: the part is bound when what it
@@ -161,6 +163,8 @@ class Pushes:
     def _file(self, push: ActivePush) -> None:
         """A push has changed: put it where a turn finds it, behind others that wait. A turn looks at none that only
         waits for a step."""
+        if push.is_lost:
+            self._pushes.pop(push.key, None)
         goes_on = self._pushes.get(push.key) is push
         step = push.machine.next_step if goes_on else None
         if push.waits_for is not None:
@@ -200,7 +204,7 @@ class Pushes:
                     self._drive(push, machines.Commanded(command), now)
             case CancelCommand(attempt, reason):
                 if (push := self._pushes.get(attempt.hex())) is not None:
-                    push.given_up = FailureKind.ABORTED
+                    push.given_up, push.cancelled = FailureKind.ABORTED, True
                     self._drive(push, machines.GivenUp(reason), now)
                 else:
                     self._refuse(attempt, reason)
@@ -333,6 +337,8 @@ class Pushes:
     def _look_at(self, push: ActivePush, now: float, until: float) -> None:
         for end, error in push.in_flight.poll(now, until):
             self._ended(push, end, error, now)
+        if push.in_flight.unheard:
+            self._file(push)
         if (due := push.machine.next_deadline()) is None:
             return
         arrived = push.in_flight.arrived

@@ -10,7 +10,7 @@ their deadlines run on. One instance never holds more than half of it, so that a
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
 What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
 until that worker has ended (`peers.process_watch`). A staged write that was given up may still write to the peer, and
-until it is known not to `holds` says so; its slots are only read, for blocks that are in quarantine there.
+while the transport works on it `holds` says so; its slots are only read, for blocks that are in quarantine there.
 
 A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
 that the bytes are final and stay so until the stream has ended.
@@ -85,7 +85,6 @@ class Stager:
         self._streams: list[Stream] = []
         self._orphans: list[InFlightChunk] = []
         self._stuck: list[InFlightChunk] = []
-        self._unheard: list[Stream] = []  # a write of theirs may go on
         self._work, self._posted, self._posted_at = _Work.CONVERT, False, 0.0
 
     @property
@@ -108,7 +107,7 @@ class Stager:
             return POLL_DEVICE_S
         if self._streams:
             return pause(time.monotonic() - self._posted_at, CHUNKS_UNDER_WAY * self.chunk_bytes)
-        return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck or self._unheard else None
+        return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck else None
 
     def start(
         self,
@@ -129,7 +128,7 @@ class Stager:
         The destinations of reads are not written to any more, so their errors are `terminal`, whatever the transport
         said. Of a stream that writes, every error is told, also after its end.
         """
-        if not (self._streams or self._orphans or self._stuck or self._unheard):
+        if not (self._streams or self._orphans or self._stuck):
             self._work, self._posted = _Work.CONVERT, False  # what was given up may have left a round
             return []
         ended: list[tuple[Stream, TransferError | None]] = list(self._poll_orphans())
@@ -184,7 +183,7 @@ class Stager:
         return any(stream.instance is instance for stream in self._lost())
 
     def _lost(self) -> list[Stream]:
-        return [flight.stream for flight in (*self._orphans, *self._stuck)] + self._unheard
+        return [flight.stream for flight in (*self._orphans, *self._stuck)]
 
     def landed(self, owner: object) -> int:
         """Chunks that have arrived of the streams of `owner` that run."""
@@ -216,7 +215,6 @@ class Stager:
         for flight in [f for f in self._stuck if f.stream.watch is not None and f.stream.watch.ended(now)]:
             self._stuck.remove(flight)
             self.staging.give(flight.slot)
-        self._unheard = [s for s in self._unheard if s.watch is None or not s.watch.ended(now)]
 
     def _abandon(self, stream: Stream) -> None:
         self._streams.remove(stream)
@@ -279,11 +277,10 @@ class Stager:
             raise _unknown(error) from error
 
     def _slot_after(self, flight: InFlightChunk, error: TransferError) -> None:
-        if not error.terminal and not flight.chunk.writes:
-            return self._stuck.append(flight)
-        self.staging.give(flight.slot)
-        if not error.terminal:
-            self._unheard.append(flight.stream)
+        if error.terminal or flight.chunk.writes:
+            self.staging.give(flight.slot)
+        else:
+            self._stuck.append(flight)
 
     def _land(self, flight: InFlightChunk) -> None:
         """A chunk is where it belongs."""
