@@ -67,7 +67,7 @@ def build_manifest(
     groups = transfer_groups(kv_cache_config, place.share)
     segments: dict[int, Segment] = {}
     tensors: list[Tensor] = []
-    for cache in layer_caches(vllm_config, kv_cache_config, kv_caches):
+    for cache in layer_caches(vllm_config, kv_cache_config, kv_caches, model.dtype):
         segment, index = _segment(segments, cache.tensor)
         view = _view(cache, segment, index, groups[cache.group], model, place)
         tensors.extend(_tensors(cache, view, model.dtype))

@@ -38,6 +38,7 @@ from vllm_pd_connector.compat.model.pages import (
     surroundings,
 )
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
+from vllm_pd_connector.compat.model.weights import kept_as
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError, UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
 
@@ -288,9 +289,10 @@ def _window(spec: KVCacheSpec) -> int:
 
 
 def layer_caches(
-    vllm_config: VllmConfig, config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+    vllm_config: VllmConfig, config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], model_dtype: str
 ) -> list[LayerCache]:
     """Describe every transferable attention layer. Layers without a spec share another layer's and are left out.
+    `model_dtype` is what the model computes in.
 
     Raises:
         UnsupportedCache: a layer of a transfer group was not handed over.
@@ -312,7 +314,7 @@ def layer_caches(
                 head_size=spec.head_size,
                 head_size_v=spec.head_size_v,
                 replicated=_is_replicated(spec),
-                cache_dtype=_elements(spec, known.backend, fnuz=fnuz, scales=scales),
+                cache_dtype=_elements(spec, known, model_dtype, fnuz=fnuz, scales=scales),
                 spec_name=type(spec).__name__,
                 surroundings=around,
                 state_tokens=int(spec.tokens_per_state),
@@ -322,13 +324,15 @@ def layer_caches(
     return caches
 
 
-def _elements(spec: AttentionSpec, backend: str, *, fnuz: bool, scales: str) -> str:
+def _elements(spec: AttentionSpec, known: LayerFacts, model: str, *, fnuz: bool, scales: str) -> str:
     """The elements of a cache by name; those of one byte are fp8, but where the cache says that they are integers.
     `scales` are in which form an indexer's fp8 keys have theirs, if in another than elsewhere."""
-    name = str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch.")
+    name, told = str(spec.dtype).removeprefix("torch."), getattr(spec, "cache_dtype_str", None)
+    if told is not None:
+        name = kept_as(told, model)
     if spec.dtype.itemsize > 1 or spec.kv_quant_mode in _INTEGERS:
         return name
-    indexer = backend in backends.FP8_INDEXERS and spec.state_content_size_bytes == INDEX_VALUES + INDEX_SCALES
+    indexer = known.backend in backends.FP8_INDEXERS and spec.state_content_size_bytes == INDEX_VALUES + INDEX_SCALES
     return f"{name}{' (fp8: fnuz)' if fnuz else ''}{f' (scales: {scales})' if scales and indexer else ''}"
 
 

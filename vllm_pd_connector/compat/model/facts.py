@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.model.overrides import configuration_of, options_of
-from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
+from vllm_pd_connector.compat.model.weights import kept_as, quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.manifest import CONFIGURATION, Coordinates, ModelFacts
@@ -34,6 +34,7 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
     name = own.model_id or str(model.model)
     version = own.weights_version
     options = options_of(model, any_quantization=own.allow_mixed_quantization)
+    dtype = str(model.dtype).removeprefix("torch.")
     return ModelFacts(
         model=name,
         architecture=f"{model.architecture}{options}",
@@ -41,8 +42,8 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         hidden_size=model.get_hidden_size(),
         num_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        dtype=dtype,
+        kv_cache_dtype=kept_as(config.cache_config.cache_dtype, dtype),
         rope=_rope(model),
         speculative=_speculative(config, name, own.weights_version),
         weights=weights_of(model, config.load_config) if version is None else version_name(version),

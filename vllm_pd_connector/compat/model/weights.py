@@ -1,4 +1,4 @@
-"""Which weights an instance computes with: the model's own, and how they are quantized.
+"""Which weights an instance computes with: the model's own, and how they and its caches are quantized.
 
 Caches of other weights look alike and mean something else, so both are compared before a byte moves, with the facts of
 the model (`facts`); a request's adapter (`adapters`) is compared with its prompt (`blocks`).
@@ -117,6 +117,17 @@ def _ordered(method: str | None) -> dict[str, object]:
         "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": current_platform.is_rocm(),
     }
     return {name: _value(text) for name, counts in read.items() if counts and (text := os.environ.get(name))}
+
+
+def kept_as(dtype: str, model: str) -> str:
+    """What a cache of one of vLLM's dtypes has, by one name where vLLM has two: `auto` is the dtype that the `model`
+    computes in, and `fp8` is e4m3, on NVIDIA's, AMD's and other processors. The shorter names are what most instances
+    are started with, so one of 0.1.0rc1, which tells the name that was given, still pairs with them.
+
+    Source: vLLM 0.32, `CacheConfig.cache_dtype`, `kv_cache_dtype_str_to_dtype`, `DISPATCH_BY_KV_CACHE_DTYPE` of
+    `csrc/quantization/w8a8/fp8/`.
+    """
+    return {model: "auto", "fp8_e4m3": "fp8"}.get(dtype, dtype)
 
 
 def _value(text: str) -> object:
