@@ -336,7 +336,8 @@ def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
 
 
 _SAME_DTYPES = (
-    "start both with the same --dtype, --kv-cache-dtype and mamba dtypes, and weights with the same k_scale and v_scale"
+    "start both with the same --dtype, --kv-cache-dtype (of a drafter: in --speculative-config) and mamba "
+    "dtypes, weights with the same k_scale and v_scale, and fp8_e5m2 with the same --attention-backend"
 )
 
 

@@ -117,7 +117,7 @@ def test_two_names_of_one_dtype_are_one_dtype(one: str, other: str, model: torch
 )
 def test_other_dtypes_stay_other_dtypes(one: str, other: str, mla: bool) -> None:
     result = check_pd_topology(instance(one, mla=mla), instance(other, mla=mla))
-    assert "kv_cache_dtype" in fields(result)
+    assert {"kv_cache_dtype", "dtype"} <= fields(result)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,51 @@ def test_what_has_one_name_keeps_it(kept: str) -> None:
     assert kept_as(kept, "bfloat16") == kept
 
 
-def first_release(dtype: str) -> list[Manifest]:
+@pytest.mark.parametrize(
+    ("prefill", "decode", "allowed"),
+    [
+        ("fp8_e4m3", "fp8_e5m2", False),
+        ("fp8", "fp8_e5m2", False),  # inherited, and its own
+        ("fp8", "fp8_e4m3", True),
+        ("fp8_e5m2", "fp8_e5m2", True),
+        ("fp8", "", True),  # who does not draft has no use for a drafter's caches
+        ("auto", "bfloat16", True),
+    ],
+)
+def test_a_drafter_s_caches_are_of_the_drafter_s_dtype(prefill: str, decode: str, allowed: bool) -> None:
+    """vLLM has all of them as bytes, in pages of one size; `kv_cache_dtype` of --speculative-config decides."""
+    sides = [instance("fp8", draft=draft) for draft in (prefill, decode)]
+    for one, other in (sides, sides[::-1]):
+        result = check_pd_topology(one, other)
+        assert result.allowed == allowed
+        assert [difference.field for difference in result.differences] == (
+            [] if allowed else [f"dtype of {DRAFT} key and 1 more"]
+        )
+
+
+def test_layers_that_are_not_quantized_are_told_from_those_that_are() -> None:
+    """`--kv-cache-dtype-skip-layers`: two bytes where the others have one."""
+    skipped = instance("fp8", own="auto")
+    assert check_pd_topology(skipped, instance("fp8", own="auto")).allowed
+    assert fields(check_pd_topology(skipped, instance("fp8"))) == {"dtype", "item size"}
+    assert fields(check_pd_topology(instance("fp8", own="fp8_e5m2"), instance("fp8"))) == {"dtype"}
+
+
+def test_e5m2_is_that_of_one_backend() -> None:
+    """Triton's kernels see e4m3 in whatever is fp8, FlashInfer's and the CPU's what its name says."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    assert "fp8_e5m2" in TritonAttentionBackend.supported_kv_cache_dtypes
+    sides = [instance("fp8_e5m2", backend=backend) for backend in ("TRITON_ATTN", "FLASHINFER")]
+    assert all(check_pd_topology(side, side).allowed for side in sides)
+    assert fields(check_pd_topology(*sides)) == {"dtype"}
+    sides = [instance("fp8", backend=backend) for backend in ("TRITON_ATTN", "FLASHINFER")]
+    assert check_pd_topology(*sides).allowed
+
+
+def first_release(dtype: str, draft: str = "") -> list[Manifest]:
     """As 0.1.0rc1 describes it: the name that was given, and bytes."""
-    [own] = instance(dtype)
+    [own] = instance(dtype, draft=draft)
     tensors = tuple(replace(t, dtype="uint8" if t.itemsize == 1 else t.dtype) for t in own.tensors)
     return [replace(own, model=replace(own.model, kv_cache_dtype=dtype), tensors=tensors)]
 
@@ -146,9 +188,16 @@ def first_release(dtype: str) -> list[Manifest]:
         ("fp8", "fp8_e4m3", True),
         ("bfloat16", "bfloat16", False),
         ("fp8_e4m3", "fp8", False),
+        ("fp8_e5m2", "fp8_e5m2", False),
         ("fp8_e5m2", "fp8_e4m3", False),
     ],
 )
 def test_beside_the_first_release_a_pair_is_right_or_refused(there: str, here: str, allowed: bool) -> None:
     sides = first_release(there), instance(here)
     assert check_pd_topology(*sides).allowed == check_pd_topology(*reversed(sides)).allowed == allowed
+
+
+@pytest.mark.parametrize("draft", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_what_the_first_release_does_not_tell_of_a_drafter_is_not_taken_for_granted(draft: str) -> None:
+    for there in ("fp8", "fp8_e5m2"):
+        assert fields(check_pd_topology(first_release("fp8", there), instance("fp8", draft=draft))) == {"dtype"}

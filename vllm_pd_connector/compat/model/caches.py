@@ -330,6 +330,8 @@ def _elements(spec: AttentionSpec, known: LayerFacts, model: str, *, fnuz: bool,
     name, told = str(spec.dtype).removeprefix("torch."), getattr(spec, "cache_dtype_str", None)
     if told is not None:
         name = kept_as(told, model)
+    elif known.stored and spec.dtype.itemsize == 1:
+        name = f"{name} ({known.stored})"
     if spec.dtype.itemsize > 1 or spec.kv_quant_mode in _INTEGERS:
         return name
     indexer = known.backend in backends.FP8_INDEXERS and spec.state_content_size_bytes == INDEX_VALUES + INDEX_SCALES

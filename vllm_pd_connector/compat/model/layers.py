@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.model.facts import drafts_with_caches
+from vllm_pd_connector.compat.model.weights import kept_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 class LayerFacts:
     """The backend that reads and writes a layer's pages, the KV heads that the model's configuration states for it (0
     if it states none), and by what a K and a V of one byte are multiplied: `per_head` tells scales of single heads from
-    others, on every rank alike; `scales` are then those of this rank's largest."""
+    others, on every rank alike; `scales` are then those of this rank's largest. `stored` says what elements of one byte
+    are where the cache dtype of the model does not."""
 
     backend: str
     kv_heads: int
     scales: tuple[float, float] = (1.0, 1.0)
     per_head: str = ""
+    stored: str = ""
 
 
 UNKNOWN_LAYER = LayerFacts("unknown", 0)
@@ -56,7 +59,10 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
     for name, layer in layers.items():
         heads = _stated_heads((drafter if name in drafted else None) or vllm_config.model_config, name, layer)
         told = scales_of_heads([rank[name] for rank in ranks], heads) if name in own else ""
-        facts[name] = LayerFacts(_backend(layer), heads, _scales(layer), told)
+        backend = _backend(layer)
+        facts[name] = LayerFacts(
+            backend, heads, _scales(layer), told, _stored(vllm_config, layer, backend, drafts=name in drafted)
+        )
     return facts
 
 
@@ -130,6 +136,24 @@ def _backend(layer: Any) -> str:
         str(layer.get_attn_backend().get_name()),
         *(form for flag, form in _FORMS.items() if getattr(impl, flag, False)),
     ))  # fmt: skip
+
+
+def _stored(vllm_config: VllmConfig, layer: Any, backend: str, *, drafts: bool) -> str:
+    """What a layer's elements are that vLLM's spec has as bytes. A drafter may have another dtype than the model, which
+    0.1.0rc1 does not tell, so all of its layers say theirs.
+
+    Whose e5m2 it is says the backend: Triton's stores e4m3 under that name, FlashInfer's and the CPU's do not.
+
+    Source: vLLM 0.32, `SpeculativeConfig.kv_cache_dtype`, `TritonAttentionImpl.do_kv_cache_update` (`fp8_dtype`).
+    """
+    own = getattr(layer, "kv_cache_dtype", None)
+    if own is None:
+        return ""
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    told = kept_as(own, dtype)
+    if told == "fp8_e5m2":
+        return f"{told} of {backend}"
+    return told if drafts or told != kept_as(vllm_config.cache_config.cache_dtype, dtype) else ""
 
 
 def settle_scales(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> None:
