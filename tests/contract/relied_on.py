@@ -162,6 +162,8 @@ MEMBERS = (
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
     _members("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "is_draft_layer get_attn_backend"),
     _members("vllm.model_executor.layers.attention.attention:Attention", "kv_cache_dtype"),
+    _members("vllm.models.inkling.nvidia.attention:InklingAttention", "num_total_kv_heads"),
+    _members("vllm.models.inkling.amd.attention:InklingAttention", "num_total_kv_heads"),
     _members(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl", "_ensure_scale_caches _is_per_token_head_quant"
     ),

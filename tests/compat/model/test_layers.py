@@ -82,6 +82,18 @@ def test_a_model_whose_blocks_differ_in_heads_has_those_of_each_block(number: in
     assert layers._stated_heads(model, f"model.layers.{number}.self_attn.attn", SimpleNamespace()) == heads
 
 
+def test_a_module_that_counts_the_heads_of_all_ranks_is_believed() -> None:
+    """Inkling, whose windows may have fewer heads: its attention has no `sliding_window` to tell them by, and engines
+    of as many ranks as windows have heads did not start. What has one are the convolutions beside it."""
+    model = SimpleNamespace(
+        model_arch_config=SimpleNamespace(total_num_hidden_layers=0, total_num_kv_heads=8),
+        hf_text_config=SimpleNamespace(swa_num_key_value_heads=4),
+    )
+    windows, full = (SimpleNamespace(is_local=local, num_total_kv_heads=4 if local else 8) for local in (True, False))
+    name = "model.layers.0.attn"
+    assert [layers._stated_heads(model, name, one) for one in (windows, full)] == [4, 8]
+
+
 def test_heads_of_one_kind_of_layers_are_that_kinds() -> None:
     """Where a rank has one head of them it would be taken for a copy of its neighbour's."""
     other = {"attention_type": "sliding_attention", "num_attention_groups": 8}

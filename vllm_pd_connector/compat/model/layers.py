@@ -183,11 +183,13 @@ def _scales(layer: Any) -> tuple[float, float]:
 
 
 def _stated_heads(model: Any, name: str, layer: Any) -> int:
-    """By the configuration of the model or of the drafter whose layer it is.
+    """By the module where it says so, else by the configuration of the model or of the drafter whose layer it is.
 
-    Source: vLLM 0.32, `nemotron_nas.py` (`n_heads_in_group`): what vLLM states is the count of the first block;
-    `step3p5.py` (`attention_other_setting`).
+    Source: vLLM 0.32, `InklingAttention`, whose windows are not where others have them; `nemotron_nas.py`
+    (`n_heads_in_group`): what vLLM states is the count of the first block; `step3p5.py` (`attention_other_setting`).
     """
+    if own := getattr(layer, "num_total_kv_heads", 0):
+        return int(own)
     stated, other = model.model_arch_config, getattr(model.hf_text_config, "attention_other_setting", None)
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     if other and 0 <= (number := _number(name)) < len(kinds) and kinds[number] == other["attention_type"]:
