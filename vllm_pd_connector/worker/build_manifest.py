@@ -124,7 +124,7 @@ def _view(
     tokens = states * cache.state_tokens
     per_block, rest = divmod(pages, group.num_blocks)
     ring = group.kind is GroupKind.STATE and per_block == 1
-    if rest or not (ring or per_block * tokens * group.share.size == group.block_tokens):
+    if rest or tokens % 1 or not (ring or per_block * tokens * group.share.size == group.block_tokens):
         raise UnsupportedCache(
             f"{cache.layer}: {pages} pages of {tokens} tokens do not make up {group.num_blocks} blocks of "
             f"{group.block_tokens} tokens over {group.share.size} ranks; this cache is stored in a way that this "

@@ -44,6 +44,7 @@ from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from fractions import Fraction
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -57,7 +58,8 @@ class LayerCache:
     """One layer's cache as vLLM gives it.
 
     `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements,
-    `state_tokens` how many tokens one of the N stored states stands for. `facts.kv_heads` are those of all ranks.
+    `state_tokens` how many tokens one of the N stored states stands for, less than one where a token has several.
+    `facts.kv_heads` are those of all ranks.
     `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
     `surroundings` are what its pages may depend on where nobody has read who writes them.
     """
@@ -72,7 +74,7 @@ class LayerCache:
     cache_dtype: str
     spec_name: str
     surroundings: str
-    state_tokens: int
+    state_tokens: int | Fraction
     tensor: torch.Tensor
 
 
@@ -317,7 +319,7 @@ def layer_caches(
                 cache_dtype=_elements(spec, known, model_dtype, fnuz=fnuz, scales=scales),
                 spec_name=type(spec).__name__,
                 surroundings=around,
-                state_tokens=int(spec.tokens_per_state),
+                state_tokens=spec.tokens_per_state,
                 tensor=tensor,
             )
         )

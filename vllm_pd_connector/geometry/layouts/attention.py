@@ -28,6 +28,8 @@ from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role, Tensor
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from vllm_pd_connector.geometry.sharding import Interval
 
 
@@ -41,8 +43,8 @@ class PageView:
         strides: bytes between neighbours along each axis of `shape`.
         pages_per_block: consecutive pages that make up one logical block of the group.
         heads: global indices of the KV heads in this view; `total_heads` is their number in the whole model.
-        state_tokens: how many tokens each of the view's N stored states stands for. Only whole pages of such states
-            are moved, so only `opaque` takes them.
+        state_tokens: how many tokens each of the view's N stored states stands for, less than one where a token has
+            several. Only whole pages of such states are moved, so only `opaque` takes them.
     """
 
     layer: str
@@ -56,7 +58,7 @@ class PageView:
     pages_per_block: int
     heads: Interval
     total_heads: int
-    state_tokens: int = 1
+    state_tokens: int | Fraction = 1
 
 
 def key_value(view: PageView, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
@@ -264,7 +266,7 @@ def _with_axes(
         pages=view.shape[0],
         page_stride=view.strides[0],
         pages_per_block=view.pages_per_block,
-        page_tokens=view.shape[2] * view.state_tokens,
+        page_tokens=int(view.shape[2] * view.state_tokens),
         axes=axes,
         opaque=description,
     )
