@@ -120,6 +120,20 @@ def test_mamba1_and_short_convolutions_have_one_projection(dim_first):
     assert recurrent is None
 
 
+def test_a_convolution_that_every_rank_has_whole_is_no_share_of_its_channels(dim_first):
+    """Qwen4-Exp's embeddings of n-grams: a kernel of 4, dilated by 2, over 4 streams of 2048 channels. Any rank can
+    give it, whatever its tensor-parallel size."""
+    shapes = MambaStateShapeCalculator.short_conv_state_shape(1, 8192, conv_kernel=7)
+    replicated = spec("SHORT_CONV", shapes, tp_replicated=True)
+    for tp_size, tp_rank in ((1, 0), (4, 3)):
+        convolution, recurrent = states(replicated, tp_size, tp_rank)
+        assert shares(convolution) == {Role.CONV_X: (Interval(0, 8192), 8192)}
+        assert recurrent is None and convolution.taps == 6
+        page = StatePage(LAYER, 0, 0, 0, pages=3, page_stride=1 << 20, size=replicated.state_content_size_bytes)
+        (tensor,) = state_tensors(page, convolution, None)
+        assert (tensor.axes[0].name, tensor.axes[0].start, tensor.axes[0].size) == (AxisName.CHANNEL, 0, 8192)
+
+
 def test_the_cpu_kernels_of_gdn_store_a_head_transposed(dim_first):
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 2, 4, 32, 64, 4)
     module = type("QwenGatedDeltaNetAttention", (), {})()
@@ -149,7 +163,7 @@ def test_linear_attention_has_a_square_matrix_per_head_and_no_convolution() -> N
     [
         ("LINEAR", [(3, 64), (4, 64, 64)], {}, "LINEAR with 2 states"),
         ("MAMBA2", [(3, 768), (4, 64, 64), (4, 8, 64)], {"dtypes": (*DTYPES, torch.float32)}, "MAMBA2 with 3 states"),
-        ("SHORT_CONV", [(3, 512)], {"tp_replicated": True}, "replicated over tensor-parallel ranks"),
+        ("GDN_ATTN", [(3, 192), (1, 64, 64)], {"tp_replicated": True}, "replicated over tensor-parallel ranks"),
         ("GDN_ATTN", [(3, 255), (2, 64, 1)], {}, "two equal parts"),
     ],
 )

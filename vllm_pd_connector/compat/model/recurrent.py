@@ -89,7 +89,7 @@ def states_of(
 
     kind = spec.mamba_type.name
     expected = {"GDN_ATTN": 2, "MAMBA2": 2, "MAMBA1": 2, "SHORT_CONV": 1, "LINEAR": 1}.get(kind)
-    if expected != len(spec.shapes) or spec.tp_replicated:
+    if expected != len(spec.shapes) or (spec.tp_replicated and kind != "SHORT_CONV"):
         replicated = ", replicated over tensor-parallel ranks" if spec.tp_replicated else ""
         raise UnsupportedCache(
             f"{layer}: recurrent layers of kind {kind} with {len(spec.shapes)} states{replicated} are not supported; "
@@ -128,6 +128,8 @@ def _recurrent(
 def _projections(
     layer: str, kind: str, spec: MambaSpec, channels: int, place: Coordinates, module: Any
 ) -> tuple[Projection, ...]:
+    if spec.tp_replicated:  # Qwen4-Exp: each rank computes all of it
+        return (Projection(Role.CONV_X, Interval(0, channels), channels),)
     if kind in ("MAMBA1", "SHORT_CONV"):
         return (_whole_shares(Role.CONV_X, channels, place),)
     main = spec.shapes[1][0] * spec.shapes[1][1]
