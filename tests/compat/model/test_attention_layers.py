@@ -291,6 +291,17 @@ def test_a_group_of_unequal_recurrent_layers_is_a_state_group_to_both_halves() -
     assert state_groups(config) == {0: StateGroup(scratch=1, block_tokens=16)}
 
 
+def test_windows_that_vllm_merges_are_rows_as_each_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline's stage may have one such layer, and its peer's several."""
+    one = SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.uint8, cache_dtype_str="fp8",
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, sliding_window=128,
+    )  # fmt: skip
+    sides = [instance(spec, 1, monkeypatch) for spec in (one, SlidingWindowMLASpec.merge([one, one]))]
+    assert all(tensor.role is Role.LATENT for [manifest] in sides for tensor in manifest.tensors)
+    assert check_pd_topology(*sides).allowed
+
+
 def test_a_window_whose_hits_are_computed_again_is_refused_by_name() -> None:
     spec = SlidingWindowMLASpec(
         block_size=64, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, sliding_window=128, bounded_replay=True

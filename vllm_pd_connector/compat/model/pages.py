@@ -6,7 +6,8 @@ between instances that store it alike.
 
 Source: vLLM 0.32, by form: `flashmla_sparse.py` (the note on fp8 formats), `rocm_aiter_mla_sparse.py`
 (`_indexer_k_quant_and_cache_kernel`), `models/deepseek_v4/common/ops/cache_utils.py`, `triton_attn.py`
-(`_ensure_scale_caches`), `flashinfer.py` (`_nvfp4_kv_views`), `csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu`.
+(`_ensure_scale_caches`), `flashinfer.py` (`_nvfp4_kv_views`), `csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu`;
+`SlidingWindowMLASpec.merge`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    get_kv_quant_mode,
 )
 
 from vllm_pd_connector.compat.model import backends, facts
@@ -166,7 +168,8 @@ def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: 
         return Page(Form.ROWS, Role.LATENT, content)
     if backend not in backends.ROWS or rocm:
         return _opaque(f"{spec.cache_dtype_str or spec.dtype} of {backend}, whose writer was not read")
-    if plain and spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
+    # The name, too: what vLLM merges of several layers' windows has lost its mode.
+    if plain and KVQuantMode.FP8_PER_TENSOR in (spec.kv_quant_mode, get_kv_quant_mode(spec.cache_dtype_str or "auto")):
         return Page(Form.ROWS, Role.LATENT, content)
     if DS_MLA_ROWS.get(str(spec.cache_dtype_str)) == content:
         return Page(Form.ROWS, Role.LATENT, content)
