@@ -15,6 +15,7 @@ pytestmark = pytest.mark.libraries
 MOONCAKE = (
     *DEFAULTS,
     *("MC_FORCE_TCP", "MC_USE_IPV6", "MC_TCP_PROTO", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT", "MC_LOG_LEVEL"),
+    *("MC_TCP_LANES_PER_PEER", "MC_TCP_MAX_CONNECTIONS_PER_PEER", "MC_TCP_ENABLE_CONNECTION_POOL"),
     "Relaxed ordering disabled via",
 )
 NAMES = {

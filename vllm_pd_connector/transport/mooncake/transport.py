@@ -49,6 +49,7 @@ from vllm_pd_connector.transport.mooncake.engine import (
     require_offered,
     start_engine,
 )
+from vllm_pd_connector.transport.mooncake.lanes import Lanes, lanes_per_peer
 from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
 from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts, locate
 from vllm_pd_connector.transport.ranges import Ranges, cut
@@ -157,6 +158,8 @@ class MooncakeTransport:
             raise
         self.over = f"mooncake {self._protocol}" + (f" on {self._options.device}" if self._options.device else "")
         self._openings = Openings(self._engine, self._options.connect_timeout)
+        count = lanes_per_peer(self._protocol, os.environ)
+        self._lanes = Lanes(self._engine, self._openings, self._module.TransferOpcode.Read, count)
         logger.info("Mooncake listens at %s with protocol %s", self._address, self._protocol)
 
     def register(self, segments: Sequence[Segment]) -> None:
@@ -200,6 +203,7 @@ class MooncakeTransport:
         if known is not None and known.liveness.state is not LivenessState.LOST:
             return self._share(known, segments)
         where, address = locate(made, self._protocol, self._address)
+        self._lanes.meet(made.name)
         liveness = self._liveness.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
         if liveness.state is LivenessState.LOST:
             raise PeerLost(liveness.reason)
@@ -257,6 +261,7 @@ class MooncakeTransport:
         """
         self._liveness.close()
         self._openings.close()
+        self._lanes.close()
         self._engine = None
 
     def _start(self, peer: _Peer, opcode: Any, work: Runs) -> _Transfer:
@@ -386,7 +391,8 @@ class MooncakeTransport:
     def _forget_when_idle(self, peer: _Peer) -> None:
         if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            peer.liveness.hang_up()
+            place = peer.ranges.places[0][0] if peer.moved_at else None
+            self._lanes.leave(peer.name, peer.opening, peer.liveness, place)
 
 
 def create(options: Mapping[str, object], use: Use) -> MooncakeTransport:
