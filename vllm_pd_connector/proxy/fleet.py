@@ -49,6 +49,10 @@ FAILURES = 2
 GONE_FAILURES = 30
 """After so many bad checks in a row nothing is known any more of an instance's cache: it will be another process."""
 LOOK_S = 10.0  # for what an instance says of itself, which it does at once
+LOADS_S = 3600.0
+"""An instance that was added before it listened may take so long for that, whatever `drop_after` is."""
+MAX_REASONS = 8
+"""Instances that an error message names."""
 
 
 class Fleet:
@@ -66,7 +70,7 @@ class Fleet:
         kv_events: Mapping[str, tuple[str, str]] | None = None,
     ):
         """`drop_after`: seconds for which one that was added by request (`joined`) fails its checks while others pass
-        theirs, after which it is removed.
+        theirs, after which it is removed; `LOADS_S` at least where it never passed one.
         `kv_events`: endpoints of events and of their replay by instance, of those that do not say theirs; None to
         listen to no events."""
         self._metrics = metrics
@@ -98,6 +102,7 @@ class Fleet:
             known = self._instances[url] = Instance(url, role, joined=joined)
         elif known.state is InstanceState.LEAVING:
             known.state, known.why, known.seen_at = InstanceState.NEW, "added again, not checked yet", math.inf
+            known.added_at = time.monotonic()
         self._show(known)
         self._wake.set()
         return known
@@ -133,8 +138,11 @@ class Fleet:
 
     def reasons(self, role: InstanceRole) -> str:
         """Why no instance of a role is usable, for an error message."""
-        others = [f"{i.url}: {i.state}, {i.why}" for i in self._instances.values() if i.does(role) or not i.engines]
-        return "; ".join(others) or "there is none"
+        others = [i for i in self._instances.values() if i.does(role) or not i.engines]
+        others.sort(key=lambda i: i.seen_at == math.inf)  # who was never there says the least
+        named = [f"{i.url}: {i.state}, {i.why}" for i in others[:MAX_REASONS]]
+        more = [f"and {len(others) - len(named)} more"] if len(others) > len(named) else []
+        return "; ".join(named + more) or "there is none"
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +260,8 @@ class Fleet:
             if instance.state is not InstanceState.UP or instance.failures >= FAILURES:
                 self._set(instance, InstanceState.DOWN, str(error) or type(error).__name__)
             if self._is_lost(instance):
-                logger.warning("%s: no good check for %g s: removed until added again", instance.url, self._drop_after)
+                what = "no good check since it was added" if instance.seen_at == math.inf else "no good check any more"
+                logger.warning("%s: %s: removed until added again", instance.url, what)
                 self.remove(instance.url)
             return
         if instance not in self._instances.values():
@@ -270,8 +279,11 @@ class Fleet:
 
     def _is_lost(self, instance: Instance) -> bool:
         """With none that passes its checks it may be the router that is cut off; who never passed may be loading."""
+        since, wait = instance.seen_at, self._drop_after
+        if since == math.inf:
+            since, wait = instance.added_at, max(wait, LOADS_S)
         others = (one.seen_at for one in self._instances.values() if one.seen_at < math.inf)
-        return instance.joined and any(seen_at - instance.seen_at >= self._drop_after for seen_at in others)
+        return instance.joined and any(seen_at - since >= wait for seen_at in others)
 
     async def _get(self, instance: Instance, path: str) -> str:
         assert self._session is not None

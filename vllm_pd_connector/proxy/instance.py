@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,8 +142,8 @@ class Answers:
 class Instance:
     """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
     for which nobody listened there; `waits` are the legs whose answers are not there as a whole; `at_engine` counts
-    those that were given to one of its engines (`conversations`). `joined`: see `Fleet.add`; `seen_at`: when it
-    last passed a check, by the monotonic clock; infinite before the first time."""
+    those that were given to one of its engines (`conversations`). `joined`: see `Fleet.add`; `added_at`, and
+    `seen_at`: when it last passed a check, infinite before the first time; both by the monotonic clock."""
 
     url: str
     asked: InstanceRole | None
@@ -158,6 +159,7 @@ class Instance:
     waits: set[Wait] = field(default_factory=set)
     answers: Answers = field(default_factory=Answers)
     joined: bool = False
+    added_at: float = field(default_factory=time.monotonic)
     seen_at: float = math.inf
 
     def does(self, role: InstanceRole) -> bool:
