@@ -14,7 +14,18 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, given_back, loading, prefilled, read
+from tests.support.scheduler.engines import (
+    BLOCK,
+    FULL,
+    KEEP,
+    STATES,
+    WINDOWED,
+    given_back,
+    loading,
+    prefilled,
+    read,
+    transfer,
+)
 from vllm_pd_connector.compat.blocks import drop_other_params
 from vllm_pd_connector.metadata import BadParameters, WorkerReport
 from vllm_pd_connector.protocol.lease import End
@@ -184,4 +195,22 @@ def test_a_prefill_that_ends_while_a_part_of_it_is_computed_again_is_not_handed_
     assert (params is None) == prefill.overlapping, "without overlapping steps all of it was computed again before"
     if params is not None:
         prefill.connector.scheduler.producer.end_leases(End.DROPPED)
+    prefill.check_empty()
+
+
+def test_of_a_prefill_that_ends_with_its_blocks_given_back_nothing_stays(engine: Any) -> None:
+    """As above, and the step that would compute it again has no room for it: it ends without a block."""
+    prefill = engine(transfer("kv_producer", mode="push"), policy="recompute", step_tokens=BLOCK)
+    prefill.add("p-1", list(range(2 * BLOCK)), KEEP, max_tokens=1)
+    prefill.step()
+    if not prefill.overlapping:
+        pytest.skip("all of it is computed again before it ends")
+    prefill.step(invalid={prefill.blocks_of("p-1")[0].block_id})
+    prefill.scheduler.max_num_scheduled_tokens = 0
+    prefill.step()
+    prefill.scheduler.max_num_scheduled_tokens = BLOCK
+    assert prefill.ended("p-1").kv_transfer_params is None
+    prefill.rest()
+    producer = prefill.connector.scheduler.producer
+    assert not producer._progress._running and not producer._server.pushes._table._rendezvous._prefills
     prefill.check_empty()

@@ -198,24 +198,23 @@ class Producer:
         return False
 
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
-        """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held.
+        """Lease the request's blocks; returns the `kv_transfer_params` for the router, None where none are ever held.
 
         Raises:
-            ProtocolError: parameters that no decode instance would accept; nothing is held.
+            ProtocolError: no decode instance would accept its parameters, or there is nothing to hold.
         """
-        if self._server is None or self._blocks is None or not self._keeps:
-            logger.error(
-                "request %s asks for do_remote_decode, but this instance's kv_role is kv_consumer: nothing is held. "
-                "Send prefill requests to a kv_producer",
-                request.request_id,
-            )
+        if not self._keeps:
+            why = "this instance's kv_role is kv_consumer: nothing is held. Send prefill requests to a kv_producer"
+            logger.error("request %s asks for do_remote_decode, but %s", request.request_id, why)
             return None
-        if not any(block_ids):
-            return None
+        if self._server is None or self._blocks is None:
+            raise ProtocolError("the instance sleeps")
         if reason := self._epochs.mixed(request):
             raise OtherWeights(reason)
         if reason := computed_again(request):
             raise ProtocolError(reason)
+        if not any(block_ids):
+            raise ProtocolError("it has ended without blocks")
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = self._tables.of(request.request_id, block_ids, num_tokens)
         answer = self._answers.prefill(request, tables, num_tokens, self._incarnation, self._epochs.own.now)
