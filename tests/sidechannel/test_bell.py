@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import resource
 import socket
 import threading
 
+import pytest
+
+from vllm_pd_connector.sidechannel import bell as bells
 from vllm_pd_connector.sidechannel.bell import Bell, ring
 
 
@@ -32,6 +36,27 @@ def test_a_message_that_meets_a_defect_keeps_no_later_one_from_being_heard() -> 
     ring(bell.address, b"one")
     ring(bell.address, b"two")
     assert heard.get(timeout=20.0) == b"two"
+    bell.close()
+
+
+def test_a_failure_to_receive_keeps_no_later_message_from_being_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([OSError(errno.ENOMEM, "no memory")] * 3)
+
+    class Failing(socket.socket):
+        def recv(self, *arguments: int) -> bytes:
+            if (failure := next(failures, None)) is not None:
+                raise failure
+            return super().recv(*arguments)
+
+    monkeypatch.setattr(bells, "PAUSE_S", 0.01)
+    monkeypatch.setattr(bells.socket, "socket", Failing)
+    heard: queue.Queue[bytes] = queue.Queue()
+    bell = Bell(heard.put)
+    ring(bell.address, b"one")
+    assert heard.get(timeout=20.0) == b"one"
+    assert caplog.text.count("cannot be received") == 1
     bell.close()
 
 
@@ -80,8 +105,8 @@ def test_a_process_without_a_free_descriptor_rings_in_vain_and_ends_its_bell() -
 
 
 def test_two_bells_are_two() -> None:
-    bells = [Bell(lambda message: None) for _ in range(2)]
-    assert bells[0].address != bells[1].address
-    assert all(len(bell.address) < 100 for bell in bells), socket.AF_UNIX
-    for bell in bells:
+    both = [Bell(lambda message: None) for _ in range(2)]
+    assert both[0].address != both[1].address
+    assert all(len(bell.address) < 100 for bell in both), socket.AF_UNIX
+    for bell in both:
         bell.close()

@@ -18,6 +18,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ SECRET_BYTES = 16
 LONGEST = 1024
 """Bytes of a message."""
 
+PAUSE_S = 1.0
+
 
 class Bell:
     """Listens from construction until `close`; `heard` is called in the bell's thread with every message."""
@@ -47,10 +50,19 @@ class Bell:
         self._thread.start()
 
     def _listen(self) -> None:
+        failing = False
         while True:
-            message = self._socket.recv(LONGEST)
+            try:
+                message, failing = self._socket.recv(LONGEST), False
+            except OSError as error:  # the kernel has no memory, say: without this thread engines would wait in vain
+                if not failing:
+                    logger.warning("what workers ring for cannot be received: %s; it is tried again", error)
+                message, failing = b"", True
+                time.sleep(PAUSE_S)
             if self._closing:
                 return
+            if failing:
+                continue
             try:
                 self._heard(message)
             except Exception:  # what one message meets must not keep all later ones from being heard
