@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,10 @@ from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.protocol.receive import PushDone, PushFailed
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
-from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState
+from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
 from vllm_pd_connector.worker.peers.earliest import Earliest
 from vllm_pd_connector.worker.receive.confirm import Confirmer
-from vllm_pd_connector.worker.receive.push_request import RETRY_S, PushRequester
+from vllm_pd_connector.worker.receive.push_request import RETRY_S, SELDOM_S, PushRequester
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,8 @@ def test_a_question_in_vain_says_nothing_of_what_was_asked_before(writer, target
     ids=["silence", "nonsense"],
 )
 def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pause):
-    active: Any = SimpleNamespace(links=SimpleNamespace(drive=lambda *_: None), link=None, retry_at=None)
+    links = SimpleNamespace(drive=lambda *_: None)
+    active: Any = SimpleNamespace(links=links, link=None, retry_at=None, withdrawn_at=100.0)
     calls: Any = SimpleNamespace()
     rank: Any = (0, 0, 0, 1)
     due = Earliest()
@@ -98,3 +100,47 @@ def test_a_window_of_which_too_little_was_written_fails_the_request(late, fits):
     [event] = events
     assert isinstance(event, PushDone if fits else PushFailed)
     assert fits or (event.terminal and "from token 70 on, but position 100 looks at those from 69 on" in event.reason)
+
+
+class Active(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Failure(FailureCode.FOREIGN_ENGINE, "another engine listens here"),
+        Pushed(PushState.FAILED, "it still writes", False),
+        DeadlineExceeded("no reply within 7.5 s"),
+        ProtocolError("1024 requests are under way"),
+    ],
+    ids=["another tenant", "it writes", "silence", "cannot be sent"],
+)
+def test_who_does_not_say_that_a_push_has_ended_is_asked_more_and_more_seldom(outcome):
+    """Whoever could may be gone for ever."""
+    now, asked = 1000.0, []
+
+    def ask(_address: str, request: Any, _timeout_s: float, handler: Any) -> None:
+        nonlocal now
+        assert isinstance(request, WithdrawPush)
+        asked.append(now)
+        if isinstance(outcome, ProtocolError):
+            raise outcome
+        now += 7.5 * isinstance(outcome, DeadlineExceeded)
+        handler(outcome, now)
+
+    due = Earliest()
+    calls: Any = SimpleNamespace(ask=ask)
+    push_requester = PushRequester(calls, (0, 0, 0, 0, 1), 7.5, 1.0, lambda *_: None, (), due, calls)
+    links = SimpleNamespace(drive=lambda *_: None)
+    request = SimpleNamespace(push=SimpleNamespace(prefill="p"))
+    link = SimpleNamespace(endpoint="there")
+    active: Any = Active(request=request, attempt=b"a" * 16, life="l" * 32, question=1, links=links, link=link)
+    active.retry_at, active.withdrawn_at = None, 0.0
+    while now < 1000.0 + 3600.0:
+        push_requester.withdraw(active, now)
+        assert active.retry_at is not None
+        now = max(now, active.retry_at)
+    pauses = [later - earlier for earlier, later in pairwise(asked)]
+    assert pauses[0] <= max(RETRY_S, 7.5) and pauses == sorted(pauses)
+    assert pauses[-1] == SELDOM_S and len(asked) < 3600 / SELDOM_S + 10

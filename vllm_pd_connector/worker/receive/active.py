@@ -51,10 +51,10 @@ class ActiveReceive:
     `binding` is what is left of its binding, once that has begun and until it is over.
     `in_flight` are its reads, `arrived` is how far they were when their deadline was set, `posting` whether the
     transport has not yet got all of them. `watches` are those of all workers that may write. `question` numbers what a
-    prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long
-    quarantine is told. `written` is whether the prefill side is to write, once it is bound; of what is read `run_cost`
-    is the link's then. `span` is its span, None if it is not traced; `phases` are those that are over, with the moments
-    at which they began and ended. `key` is that of `enter`.
+    prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again, `withdrawn_at` when it was
+    first asked to end, `tell_at` when a long quarantine is told. `written` is whether the prefill side is to write,
+    once it is bound; of what is read `run_cost` is the link's then. `span` is its span, None if it is not traced;
+    `phases` are those that are over, with the moments at which they began and ended. `key` is that of `enter`.
     """
 
     request: ReceiveRequest
@@ -86,6 +86,7 @@ class ActiveReceive:
     retry_at: float | None = None
     life: str = ""
     watches: tuple[ProcessWatch, ...] = ()
+    withdrawn_at: float = 0.0
     tell_at: float = 0.0
     span: Span | None = None
     phases: list[tuple[Phase, float, float]] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """How a decode worker asks a prefill instance to write, and takes it back.
 
 Both messages are repeated until they are answered: `PushInto` until the push is done or has failed, `WithdrawPush`
-until nothing of it can land. The receive's machine decides; this module sends and reads the answers.
+until nothing of it can land, the more seldom the longer that takes: who could say so may be gone for ever, and another
+instance have its address. The receive's machine decides; this module sends and reads the answers.
 
 Only two things prove that nothing lands any more: the word of the life that was asked, and the end of the processes of
 all its workers (`peers.process_watch`), each of which may write. So nothing is asked before all of them are watched,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-RETRY_S = 0.5
+RETRY_S, SELDOM_S = 0.5, 30.0
 OPENING_S = 0.005
 STILL_S = 60.0
 
@@ -110,11 +111,12 @@ class PushRequester:
             self._drive(active, receives.PushFailed("it was not asked for", terminal=True), now)
             return
         self._drains = True
+        active.withdrawn_at = active.withdrawn_at or now
         message = WithdrawPush(_terms(active).prefill, active.attempt, active.life)
         try:
             self._send(active, message, self._withdrawn)
         except ProtocolError:
-            self._again_at(active, now + RETRY_S)
+            self._again_at(active, now + _patience(active, now))
 
     def tick(self, now: float) -> None:
         """Fail or end pushes by what is known of the processes that may write."""
@@ -247,14 +249,20 @@ class PushRequester:
             case Pushed(terminal=True, reason=reason):
                 self._drive(active, receives.PushFailed(reason, terminal=True), now)
             case Pushed() | Failure():  # also of a life that was not asked: it knows nothing of the one that was
-                self._again_at(active, now + RETRY_S)
+                self._again_at(active, now + _patience(active, now))
             case _:
-                self._unheard(active, outcome, now)
+                self._unheard(active, outcome, now, _patience(active, now))
 
-    def _unheard(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+    def _unheard(self, active: ActiveReceive, outcome: Outcome, now: float, pause: float = RETRY_S) -> None:
         active.links.drive(active.link, peers.Suspected(str(outcome)), now)
-        # A timeout already cost its wait: retry now. A wrong answer may repeat at once: pause first.
-        self._again_at(active, now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S)
+        # A timeout already cost its wait. A wrong answer may repeat at once: pause first.
+        waited = self._timeout_s if isinstance(outcome, DeadlineExceeded) else 0.0
+        self._again_at(active, now + max(pause - waited, 0.0))
+
+
+def _patience(active: ActiveReceive, now: float) -> float:
+    """As long again as the end of the push has been asked for: it is heard of at most twice as late as it could be."""
+    return min(max(RETRY_S, now - active.withdrawn_at), SELDOM_S)
 
 
 def _terms(active: ActiveReceive) -> PushFrom:
