@@ -15,7 +15,7 @@ that it was not done. Either way the log says what is in the way.
 **Pause.** One that clears caches resets them, by force, when vLLM finds the engine idle. It is not idle as long as
 `busy`: under `wait` until prefills' leases were read or have run out; else they are ended, and waited for is only what
 still moves: pushes that a worker has not given up yet, reads that failed and may still write, and the loads that `keep`
-keeps.
+keeps. It waits without a limit: where a prefill machine is gone while it writes, nobody ever says that this is over.
 
 **Sleep.** vLLM resets caches first. Before the memory goes, peers are told that the instance leaves; the workers close
 their transports then. `Producer.serve` is called again after the waking, and begins a new incarnation.
@@ -50,6 +50,12 @@ WRITES_END_S = 5.0
 """For so long a forced reset waits for writes from leased blocks to end: the workers are told to give them up."""
 _LOOK_S = 0.002
 _TELL_EVERY_S = 10.0
+
+_WRITTEN_INTO = "blocks that a failed read may still write into"
+_NO_END = (
+    ". That may have no end: where the machine of the prefill instance is gone, nobody says that nothing is written "
+    "any more, and only a restart of this instance gives the blocks back. /resume takes the pause back"
+)
 
 
 class Operations:
@@ -148,7 +154,8 @@ class Operations:
             return False
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _TELL_EVERY_S
-            logger.warning("a pause (mode %s) waits until it can clear the caches: %s", self._pause, left)
+            no_end = _NO_END if left.endswith(_WRITTEN_INTO) and ", " not in left else ""
+            logger.warning("a pause (mode %s) waits until it can clear the caches: %s%s", self._pause, left, no_end)
         return True
 
     def resetting(self, *, forced: bool) -> None:
@@ -188,7 +195,7 @@ class Operations:
             "prefills held for decode instances": self._producer.num_leases - conversations,
             "conversations held for a next turn": conversations,
             "requests that load": sum(map(self._consumer.loads, self._consumer.waiting)),
-            "blocks that a failed read may still write into": quarantine.num_blocks if quarantine is not None else 0,
+            _WRITTEN_INTO: quarantine.num_blocks if quarantine is not None else 0,
         }
         return ", ".join(f"{count} {what}" for what, count in found.items() if count)
 
