@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -126,3 +127,14 @@ def test_conversations_of_a_model_that_looks_at_whole_prompts_stop_the_engine(al
 
 def test_the_release_that_tells_is_known_by_what_it_calls():
     assert hasattr(KVConnectorBase_V1, "restore_kv_caches") == FOLLOWS_SLEEP
+
+
+def test_it_has_as_many_files_as_the_hard_limit_allows_whoever_started_the_process():
+    """Ray's workers, and `vllm serve --headless`, have what shells allow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        PDConnector(engine(enable_sleep_mode=False), KVConnectorRole.WORKER, SimpleNamespace()).shutdown()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -36,6 +36,7 @@ from vllm_pd_connector.metadata import StepMetadata
 from vllm_pd_connector.observability.series import PDPromMetrics
 from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.net.files import allow_files
 from vllm_pd_connector.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         if config.conversations:
             require_causal(kv_cache_config)
+        allow_files()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -154,3 +154,10 @@ def test_of_a_peer_that_is_being_connected_the_life_counts_that_has_answered(dec
     in_its_thread(decode.loop, another_link_is_answered)
     held.free = True
     assert decode.wait_for("a") == [answers == "the life that runs"]
+
+
+def test_before_a_peer_is_linked_it_is_looked_whether_files_are_left(prefill, decode, monkeypatch):
+    looks: list[object] = []
+    monkeypatch.setattr(connecting.FilesLeft, "look", lambda self: looks.append(self))
+    assert decode.received(prefill.request("a")) == [True]
+    assert len(looks) == 1

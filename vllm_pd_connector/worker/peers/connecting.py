@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from vllm_pd_connector.sidechannel.net.files import FilesLeft
 from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Connecting(Generic[LinkKind]):
         self._transport = transport
         self._connect = connect
         self._begun: dict[LinkKind, _Begun] = {}
+        self._files = FilesLeft()
 
     def __bool__(self) -> bool:
         return bool(self._begun)
@@ -59,6 +61,7 @@ class Connecting(Generic[LinkKind]):
     def begin(self, link: LinkKind, arrived: ManifestsArrived, manifests: Sequence[bytes]) -> None:
         """Begin to connect to a peer whose manifests have come; what was begun with others of it is abandoned."""
         self.abandon(link)
+        self._files.look()
         link.manifests = manifests
         self._begun[link] = _Begun(arrived, self._connect(link))
 
