@@ -40,6 +40,7 @@ CACHE_BYTES = roles.CACHE_BYTES
 
 START_TIMEOUT = 420.0
 STOP_TIMEOUT = 20.0
+"""Seconds until a server that was told to end is killed, beside those of its `--shutdown-timeout`."""
 RELEASE_TIMEOUT = 5.0
 """Seconds for which a port may be held by what is left of a server that was ended here."""
 _PR_SET_PDEATHSIG = 1
@@ -74,6 +75,12 @@ class Spec:
     def url(self) -> str:
         return f"http://{bracketed(self.host)}:{self.port}"
 
+    @property
+    def drains_for(self) -> float:
+        """Seconds for which it lets what it has begun end, once it is told to: the last `--shutdown-timeout`, or 0."""
+        given = roles.last_value(self.command, "--shutdown-timeout")
+        return float(given) if given is not None and given.isdecimal() else 0.0
+
 
 def bracketed(host: str) -> str:
     """An address as URLs have it."""
@@ -95,12 +102,15 @@ class Server:
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self) -> None:
-        """End the group: politely, then with SIGKILL. Safe to call twice."""
-        _signal_group(self.process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT)
-        # Members may outlive the leader, so the group is killed whether or not the leader ended.
+    def tell_to_end(self, *, drains: bool) -> None:
+        """With SIGTERM; one that drains does so itself, and its workers would end at once if they were told."""
+        if not drains:
+            _signal_group(self.process, signal.SIGTERM)
+        elif self.process.poll() is None:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """Members may outlive the leader, so the group is killed whether or not the leader ended."""
         _signal_group(self.process, signal.SIGKILL)
         self.process.wait()
 
@@ -171,6 +181,8 @@ class Servers:
         self._started: Counter[str] = Counter()
         self._ended: set[int] = set()
         """Ports of servers that were ended here."""
+        self.hurried = False
+        """Whether what ends is killed now, also while it is waited for."""
         logs.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Servers:
@@ -181,13 +193,17 @@ class Servers:
         self.stop()
         atexit.unregister(self.stop)
 
-    def stop(self, *servers: Server) -> None:
-        """End these servers, or all."""
+    def stop(self, *servers: Server, drain: bool = True) -> None:
+        """End these servers, or all: politely, within their `--shutdown-timeout` if they may `drain`; then by force."""
         ending = list(servers) or list(self._running)
+        began = time.monotonic()
         for server in ending:
-            _signal_group(server.process, signal.SIGTERM)
+            server.tell_to_end(drains=drain and server.spec.drains_for > 0)
         for server in ending:
-            server.stop()
+            until = began + STOP_TIMEOUT + (server.spec.drains_for if drain else 0.0)
+            while server.process.poll() is None and time.monotonic() < until and not self.hurried:
+                time.sleep(0.02)
+            server.kill()
             self._ended |= {server.spec.port, *server.spec.also_listens}
             self._running.remove(server)
 
@@ -203,7 +219,7 @@ class Servers:
         try:
             _wait_until_healthy(servers, timeout, progress)
         except BaseException:
-            self.stop(*servers)
+            self.stop(*servers, drain=False)
             raise
         return servers
 
@@ -235,6 +251,8 @@ class Servers:
         self._started[spec.name] += 1
         again = f"-{self._started[spec.name]}" if self._started[spec.name] > 1 else ""
         log = self.logs / f"{spec.name}{again}.log"
+        if log.exists():  # a former run's
+            log.replace(log.with_name(f"{log.name}.1"))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 spec.command,

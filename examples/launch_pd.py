@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,6 +40,12 @@ from examples.roles import DECODE, PREFILL, ROLES, Role
 from examples.stages import Progress
 
 ROUTER = "router"
+SIZES: Final = {
+    "tp": ("tensor-parallel size", "--tensor-parallel-size"),
+    "pp": ("pipeline-parallel size", "--pipeline-parallel-size"),
+    "dp": ("data-parallel size: engines behind one API", "--data-parallel-size"),
+}
+"""What an instance takes GPUs for: the option of a side, what it is, and vLLM's flag, which is also `-tp` and so on."""
 
 
 class UsageError(Exception):
@@ -68,6 +76,14 @@ def members(text: str) -> dict[str, Any]:
     return found
 
 
+def flags_of(text: str) -> list[str]:
+    """The words of a command line."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} are no words of a command: {error}") from error
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; those of a role exist once for each."""
     first, _, rest = (__doc__ or "").partition("\n\n")
@@ -77,19 +93,21 @@ def parser() -> argparse.ArgumentParser:
     for role in ROLES:
         side, name = made.add_argument_group(f"{role.name} instances"), role.name
         side.add_argument(f"--{name}s", type=positive, default=1, metavar="N", help="how many")
-        side.add_argument(f"--{name}-tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
-        side.add_argument(f"--{name}-pp", type=positive, default=1, metavar="N", help="pipeline-parallel size")
+        for size, (text, _) in SIZES.items():
+            side.add_argument(f"--{name}-{size}", type=positive, default=1, metavar="N", help=text)
         side.add_argument(f"--{name}-block-size", type=positive, metavar="N", help="tokens; vLLM's unless set")
         side.add_argument(f"--{name}-layout", metavar="LAYOUT", help="NHD, HND, …; vLLM's unless set")
-        side.add_argument(f"--{name}-flags", default="", metavar="WORDS", help="more words for vllm serve")
+        more = "more words for vllm serve"
+        side.add_argument(f"--{name}-flags", type=flags_of, default="", metavar="WORDS", help=more)
         side.add_argument(f"--{name}-port", type=positive, default=role.port, metavar="PORT", help="of the first")
-    made.add_argument("--flags", default="", metavar="WORDS", help="more words for vllm serve, of all instances")
+    made.add_argument("--flags", type=flags_of, default="", metavar="WORDS", help=f"{more}, of all instances")
     made.add_argument("--transport", choices=roles.TRANSPORTS, default=roles.TRANSPORTS[0])
     made.add_argument("--mode", choices=roles.MODES, default=roles.MODES[0])
     extra = "more members of kv_connector_extra_config, such as '\"kv_lease_duration\": 60'"
     made.add_argument("--extra", type=members, default={}, metavar="MEMBERS", help=extra)
     made.add_argument("--cpu", action="store_true", help="no GPUs: float32, eager, 384 MiB of cache per instance")
-    made.add_argument("--gpus", metavar="LIST", help="to share out, prefill first (default: all that nvidia-smi names)")
+    gpus = "to share out, prefill first (default: CUDA_VISIBLE_DEVICES, or all that nvidia-smi names)"
+    made.add_argument("--gpus", metavar="LIST", help=gpus)
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="by which the others reach this host")
     made.add_argument("--port", type=positive, default=roles.ROUTER_PORT, help="of the router")
     made.add_argument("--admin-port", type=positive, metavar="PORT", help="of the router; none unless set")
@@ -116,39 +134,65 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser().parse_args(words)
     if (options.only == ROUTER) != bool(options.instance):
         raise UsageError("--only router needs --instance URL, one for each instance, and nothing else takes it")
+    _refuse_sizes_in_flags(options)
     return options
+
+
+def _refuse_sizes_in_flags(options: argparse.Namespace) -> None:
+    for option, sides in (("flags", ROLES), *((f"{role.name}_flags", (role,)) for role in ROLES)):
+        words = getattr(options, option)
+        for size, (_, flag) in SIZES.items():
+            if (value := roles.last_value(words, flag, f"-{size}")) is not None:
+                instead = " and ".join(f"--{side.name}-{size} {value}" for side in sides)
+                raise UsageError(
+                    f"--{option.replace('_', '-')} has {flag} {value}, for which no GPUs would be set aside; "
+                    f"give {instead} in its place"
+                )
 
 
 class Gpus:
     """The GPUs that are left; `--cpu` has none."""
 
     def __init__(self, options: argparse.Namespace):
+        self._said, named = f"--gpus {options.gpus}", options.gpus or ""
         if options.gpus is None and not options.cpu and options.only != ROUTER:
-            options.gpus = _all_gpus()
-        self._named = options.gpus or ""
-        self._left = [gpu for gpu in self._named.split(",") if gpu]
+            self._said, named = _all_gpus()
+        self._left = [gpu for gpu in named.split(",") if gpu]
 
     def take(self, count: int, name: str) -> str:
         """The next `count`. Raises UsageError: there are fewer."""
         if len(self._left) < count:
-            raise UsageError(f"--gpus {self._named}: {len(self._left)} left for {name}, which needs {count}")
+            raise UsageError(f"{self._said}: {len(self._left)} left for {name}, which needs {count}")
         taken, self._left = self._left[:count], self._left[count:]
         return ",".join(taken)
 
 
-def _all_gpus() -> str:
+def _all_gpus() -> tuple[str, str]:
+    """Who names them, and their list."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible}", visible
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        return ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
+        found = ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError("nvidia-smi names no GPUs; give --gpus 0,1,… or --cpu") from error
+    return f"nvidia-smi names {found}", found
+
+
+def _engines(count: int, given: Sequence[str]) -> list[str]:
+    """The flags of several engines. With several API servers none lets its requests end (`docs/elastic.md`)."""
+    if count == 1:
+        return []
+    drains = roles.last_value(given, "--shutdown-timeout") not in (None, "0")
+    servers = roles.last_value(given, "--api-server-count", "-asc")
+    one = ["--api-server-count", "1"] if drains and servers is None else []
+    return ["--data-parallel-size", str(count), *one]
 
 
 def instance_spec(options: argparse.Namespace, role: Role, index: int, gpus: Gpus) -> Spec:
     """What to start as the instance `index` of a side."""
-    own = {
-        name: getattr(options, f"{role.name}_{name}") for name in ("tp", "pp", "block_size", "layout", "flags", "port")
-    }
+    own = {name: getattr(options, f"{role.name}_{name}") for name in (*SIZES, "block_size", "layout", "flags", "port")}
     name, port = f"{role.name}-{index}", own["port"] + index
     # Decode's side channels come after those of prefill on the same host.
     before = options.prefills if role is DECODE and options.only is None else 0
@@ -160,8 +204,9 @@ def instance_spec(options: argparse.Namespace, role: Role, index: int, gpus: Gpu
         environment |= roles.CPU_ENVIRONMENT
         flags += [*roles.CPU_FLAGS, *roles.cache_flags()]
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus.take(own["tp"] * own["pp"], name)
-    flags += [*shlex.split(options.flags), *shlex.split(own["flags"])]
+        environment["CUDA_VISIBLE_DEVICES"] = gpus.take(own["tp"] * own["pp"] * own["dp"], name)
+    given = [*options.flags, *own["flags"]]
+    flags += [*_engines(own["dp"], given), *given]
     place = {"side_channel_host": options.host, "side_channel_port": channel}
     transfer = roles.transfer_config(role, options.transport, options.mode, {**place, **options.extra})
     return Spec(
@@ -170,7 +215,7 @@ def instance_spec(options: argparse.Namespace, role: Role, index: int, gpus: Gpu
         port,
         environment,
         options.host,
-        also_listens=(channel,) if role.listens(options.mode) else (),
+        also_listens=tuple(range(channel, channel + own["dp"])) if role.listens(options.mode) else (),
         what=" ".join([name, options.model, *flags]),
     )
 
@@ -189,6 +234,9 @@ def specs_of(options: argparse.Namespace) -> tuple[list[Spec], list[Spec]]:
     router = []
     if options.only in (None, ROUTER):
         admin = ["--admin-port", str(options.admin_port)] if options.admin_port else []
+        # What instances may take to end is for the answers that pass through the router, too.
+        most = max([spec.drains_for for spec in instances], default=0.0)
+        admin += ["--shutdown-timeout", f"{most:.0f}"] if most else []
         urls = options.instance or [spec.url for spec in instances]
         words = roles.router_words(options.host, options.port, urls, admin)
         listens = (options.admin_port,) if options.admin_port else ()
@@ -212,27 +260,49 @@ def run(options: argparse.Namespace, instances: Sequence[Spec], router: Sequence
                 f"{program} is not on PATH; activate the environment that has it (pip install '.[nixl,proxy]')"
             )
     with Servers(options.logs) as servers:
+        ending = Ending(servers, max(spec.drains_for for spec in specs))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, ending)
         servers.refuse_ports(specs)
         say(f"starting {', '.join(spec.name for spec in specs)}; logs in {options.logs}")
         progress = Progress(say, options.logs)
         servers.start(*instances, timeout=options.timeout, progress=progress)
-        if router:
-            servers.start(*router, timeout=options.timeout, progress=progress)
-            body = json.dumps({"model": options.model, "prompt": "P/D", "max_tokens": 8})
-            say(f"try  curl {router[0].url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")
-        say("ready; Ctrl-C stops everything")
-        ended = servers.first_to_end()
-        say(f"{ended.spec.name} ended with status {ended.process.returncode}; its log {ended.log} ends with:")
-        print(ended.log_tail(20), flush=True)
-        return 1
+        if not router:
+            return _watch(servers)
+        started = servers.start(*router, timeout=options.timeout, progress=progress)
+        body = json.dumps({"model": options.model, "prompt": "P/D", "max_tokens": 8})
+        say(f"try  curl {router[0].url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+        try:
+            return _watch(servers)
+        finally:
+            servers.stop(*started)  # first, since instances that end take no second leg
 
 
-def _end(number: int, _: object) -> NoReturn:
-    # Once more would cut the ending of what runs here short.
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)
-    say("stopping everything")
-    sys.exit(128 + number)
+def _watch(servers: Servers) -> int:
+    say("ready; Ctrl-C stops everything")
+    ended = servers.first_to_end()
+    say(f"{ended.spec.name} ended with status {ended.process.returncode}; its log {ended.log} ends with:")
+    print(ended.log_tail(20), flush=True)
+    return 1
+
+
+class Ending:
+    """What SIGINT and SIGTERM do: the first has everything end, another one, more than a second later, kills it."""
+
+    def __init__(self, servers: Servers, drains_for: float):
+        self._servers = servers
+        self._drains_for = drains_for
+        self._began: float | None = None
+
+    def __call__(self, number: int, _: object) -> None:
+        if self._began is not None:
+            # One keystroke may come as two signals.
+            self._servers.hurried = time.monotonic() > self._began + 1.0
+            return
+        self._began = time.monotonic()
+        wait = f"; what has begun has {self._drains_for:.0f} s to end, and once more ends it now"
+        say(f"stopping everything{wait if self._drains_for else ''}")
+        sys.exit(128 + number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -242,8 +312,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(*map(shown, [*instances, *router]), sep="\n")
             return 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _end)
         return run(options, instances, router)
     except (UsageError, PortError) as error:
         print(f"launch: {error}", file=sys.stderr)

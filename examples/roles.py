@@ -54,6 +54,16 @@ CPU_FLAGS = ("--enforce-eager", "--dtype", "float32")
 CACHE_BYTES = 384 * 1024 * 1024
 
 
+def last_value(words: Sequence[str], *names: str) -> str | None:
+    """What the last of these flags is given, as one word or as two; underscores are dashes, as for vLLM's parser."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") in names:
+            found = value if equals else following
+    return found
+
+
 def cache_flags(cache_bytes: int = CACHE_BYTES) -> tuple[str, ...]:
     """A cache of this size; on a CPU vLLM would take most of the machine's memory for each instance."""
     return "--kv-cache-memory-bytes", str(cache_bytes)

@@ -30,8 +30,9 @@ LAUNCHER = ROOT / "examples" / "launch_pd.py"
 LIMIT = 90.0
 
 STAND_IN = '''\
-"""Serves /health and /metrics as an instance does; ends at once if FAIL names its role, is never ready if SLOW does."""
-import http.server, json, os, subprocess, sys, time
+"""Serves /health and /metrics as an instance does; ends at once if FAIL names its role, is never ready if SLOW does,
+and goes on when it is told to end if STAYS is set."""
+import http.server, json, os, signal, socket, subprocess, sys, time
 
 words = sys.argv[1:]
 def value(flag): return words[words.index(flag) + 1]
@@ -41,6 +42,13 @@ print("loading", flush=True)
 print("(EngineCore) Starting to load model m...", flush=True)
 if os.environ.get("FAIL") == transfer["kv_role"]:
     sys.exit("no memory for the cache")
+def told(*_):
+    with socket.socket() as router:
+        when = "before" if router.connect_ex(("127.0.0.1", int(os.environ["ROUTER"]))) == 0 else "after"
+    print("told to end", when, "the router", flush=True)
+    if "STAYS" not in os.environ:
+        os._exit(0)
+signal.signal(signal.SIGTERM, told)
 # A worker: part of the process group, and not ended by the end of its parent.
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(os.environ["PIDS"], "a") as file:
@@ -110,6 +118,56 @@ def test_each_side_has_its_own_sizes_layout_and_flags() -> None:
     assert config(prefill)["kv_role"] == "kv_producer" and config(decode)["kv_role"] == "kv_consumer"
     for spec in (prefill, decode):
         assert expected.items() <= extra(spec).items()
+
+
+def test_gpus_that_the_environment_leaves_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab12,6")
+    given = [spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs("--decode-tp", "2").values()]
+    assert given == ["4", "GPU-ab12,6", None]
+    assert specs("--gpus", "0,1")["decode-0"].environment["CUDA_VISIBLE_DEVICES"] == "1"
+    with pytest.raises(launch_pd.UsageError, match="CUDA_VISIBLE_DEVICES=4,GPU-ab12,6: 2 left for decode-0"):
+        specs("--decode-tp", "3")
+
+
+def test_each_engine_of_an_instance_has_gpus_and_a_side_channel() -> None:
+    found = specs("--gpus", "0,1,2,3,4,5", "--decode-dp", "2", "--decode-tp", "2", "--prefill-dp", "2")
+    prefill, decode = found["prefill-0"], found["decode-0"]
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in (prefill, decode)] == ["0,1", "2,3,4,5"]
+    assert [after(spec, "--data-parallel-size") for spec in (prefill, decode)] == ["2", "2"]
+    assert prefill.also_listens == (5600, 5601)
+    assert "--data-parallel-size" not in specs("--gpus", "0,1")["prefill-0"].command
+    with pytest.raises(PortError, match="port 5620 is to be used twice, by prefill-0 and by prefill-1"):
+        specs("--cpu", "--prefills", "2", "--prefill-dp", "21")
+
+
+@pytest.mark.parametrize(
+    ("flags", "servers"),
+    [("--shutdown-timeout 90", ["1"]), ("--shutdown-timeout=0", []), ("", []),
+     ("--api-server-count 4 --shutdown_timeout 9", ["4"])],
+)  # fmt: skip
+def test_engines_that_let_requests_end_have_one_api_server(flags: str, servers: list[str]) -> None:
+    words = specs("--cpu", "--decode-dp", "2", "--flags", flags)["decode-0"].command
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--api-server-count"] == servers
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("--decode-flags", "--data-parallel-size 8"), "--decode-flags has --data-parallel-size 8, .*--decode-dp 8 in"),
+        (("--prefill-flags", "-dp=2"), "--prefill-flags has --data-parallel-size 2, .*give --prefill-dp 2"),
+        (("--flags", "--tensor_parallel_size 4"), "give --prefill-tp 4 and --decode-tp 4"),
+        (("--flags", "'"), "are no words of a command: No closing quotation"),
+    ],
+)
+def test_a_size_is_not_hidden_in_flags(words: tuple[str, str], advice: str) -> None:
+    with pytest.raises(launch_pd.UsageError, match=advice):
+        specs("--gpus", "0,1", *words)
+
+
+def test_the_router_waits_as_long_as_its_instances() -> None:
+    flags = ("--prefill-flags", "--shutdown-timeout 125", "--decode-flags", "--shutdown-timeout 90")
+    assert after(specs("--cpu", *flags)["router"], "--shutdown-timeout") == "125"
+    assert "--shutdown-timeout" not in specs("--cpu")["router"].command
 
 
 def test_instances_without_gpus_share_the_machine() -> None:
@@ -187,7 +245,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"PATH": path, "PIDS": str(self.pids)} | environment,
+            env=os.environ | {"PATH": path, "PIDS": str(self.pids), "ROUTER": str(self.base + 20)} | environment,
         )
 
     def lines_until(self, text: str) -> str:
@@ -237,6 +295,25 @@ def test_all_are_waited_for_and_ctrl_c_ends_them_and_their_workers(tmp_path: Pat
         assert f"{name} serves at" in output
         assert (run.logs / f"{name}.log").exists()
     assert len(run.workers_that_live()) == 4
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(LIMIT) == 130
+    run.expect_no_workers()
+
+
+def test_the_router_ends_first_and_a_second_ctrl_c_waits_for_nobody(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, "--flags", "--shutdown-timeout 600", STAYS="1")
+    runs.append(run)
+    run.lines_until("ready")
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)  # the same keystroke
+    run.lines_until("what has begun has 600 s to end")
+    until = time.monotonic() + LIMIT
+    while not all("told to end" in (run.logs / f"{name}.log").read_text() for name in ("prefill-0", "decode-0")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert all("told to end after the router" in log.read_text() for log in run.logs.glob("*-0.log"))
+    time.sleep(1.1)
+    assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(LIMIT) == 130
     run.expect_no_workers()

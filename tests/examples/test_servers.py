@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from examples import launch
 from examples.launch import PortError, Servers, Spec, StartError, refuse_taken_port
 from tests.support.ports import free_port
 
@@ -103,3 +107,59 @@ def test_the_first_to_end_is_found(servers: Servers) -> None:
     lives, ends = servers.start(spec("lives"), spec("ends"))
     ends.process.terminate()
     assert servers.first_to_end() is ends and lives.process.poll() is None
+
+
+ENDS_LATE = """
+import http.server, signal, subprocess, sys, time
+from pathlib import Path
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def told(*_):
+    time.sleep(float(sys.argv[3]))
+    print("its worker", "ended" if worker.poll() is not None else "lives", flush=True)
+    worker.kill()
+    raise SystemExit
+signal.signal(signal.SIGTERM, told)
+http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')
+"""
+
+
+def draining(takes: float, within: str) -> Spec:
+    port = free_port()
+    command = (sys.executable, "-c", ENDS_LATE, str(port), "m", str(takes), "--shutdown-timeout", within)
+    return Spec("drains", command, port, health="/")
+
+
+@pytest.mark.parametrize(("within", "seen"), [("60", True), ("1", False), ("0", False)])
+def test_one_that_lets_requests_end_is_waited_for_and_told_alone(
+    within: str, seen: bool, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's workers end at once where they are told themselves, and with them what runs there."""
+    monkeypatch.setattr(launch, "STOP_TIMEOUT", 0.1)
+    [server] = servers.start(draining(2.0 if seen else 600.0, within))
+    servers.stop(server)
+    assert ("its worker lives" in server.log.read_text()) == seen
+    assert (server.process.returncode == 0) == seen
+
+
+def test_one_that_did_not_come_up_has_nothing_to_let_end(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOP_TIMEOUT", 0.1)
+    began = time.monotonic()
+    with pytest.raises(StartError, match="did not answer /nowhere"):
+        servers.start(replace(draining(600.0, "600"), health="/nowhere"), timeout=2.0)
+    assert time.monotonic() < began + 300
+
+
+def test_what_is_waited_for_may_be_hurried(servers: Servers) -> None:
+    [server] = servers.start(draining(600.0, "600"))
+    later = threading.Timer(0.5, setattr, (servers, "hurried", True))
+    later.start()
+    servers.stop(server)
+    later.join()
+    assert server.process.returncode == -signal.SIGKILL
+
+
+def test_the_log_of_a_former_run_is_kept(tmp_path: Path) -> None:
+    for run in range(3):
+        with Servers(tmp_path) as running:
+            running.start(spec("a", f"print('run {run}', flush=True); {SERVE}"))
+    assert "run 2" in (tmp_path / "a.log").read_text() and "run 1" in (tmp_path / "a.log.1").read_text()
