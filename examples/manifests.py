@@ -1,4 +1,5 @@
-"""The Kubernetes manifests of instances and router, written from the table of roles and flags (`examples/roles.py`).
+"""The Kubernetes manifests of instances and router, written from the table of roles and flags (`examples/roles.py`), and
+the alerts as an object, written from `deploy/prometheus/rules.yaml`.
 
     python -m examples.manifests            # writes them
     python -m examples.manifests --check    # says which differ from what would be written; `make lint` runs this
@@ -22,6 +23,7 @@ from examples import roles
 from examples.roles import DECODE, PREFILL, Role
 
 DIRECTORY = Path(__file__).resolve().parent / "kubernetes"
+RULES = DIRECTORY.parents[1] / "deploy" / "prometheus" / "rules.yaml"
 FIRST_LINE = "# Written by `python -m examples.manifests`; what differs between roles is in examples/roles.py.\n"
 IMAGE = "vllm-pd:0.32"
 USER = 2000
@@ -182,6 +184,17 @@ spec:
             limits: {{ memory: 4Gi }}
 """
 
+ALERTS = """\
+# Written by `python -m examples.manifests` from deploy/prometheus/rules.yaml: the same, for the Prometheus operator.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: pd
+  labels: {{ release: prometheus }} # as in pods.yaml
+spec:
+{rules}
+"""
+
 MODEL = """\
 apiVersion: v1
 kind: ConfigMap
@@ -285,6 +298,12 @@ def model() -> str:
     return FIRST_LINE + MODEL.format(model=roles.MODEL)
 
 
+def alerts() -> str:
+    """The rules of a Prometheus that reads files, as an object for one that the operator runs."""
+    lines = RULES.read_text().splitlines()
+    return ALERTS.format(rules=textwrap.indent("\n".join(line for line in lines if line[:1] != "#"), "  "))
+
+
 def files() -> Mapping[Path, str]:
     """What is to be written."""
     own = roles.router_words("", 0, ())
@@ -296,18 +315,19 @@ def files() -> Mapping[Path, str]:
         "llm-d/decode.yaml": instance(DECODE, behind_sidecar=True),
         "router/router.yaml": router(urls(1, 1)),
         "xpyd/router.yaml": FIRST_LINE + MORE_INSTANCES.format(args=block(more)),
+        "monitoring/rules.yaml": alerts(),
     }
     return {DIRECTORY / name: text for name, text in texts.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the Kubernetes manifests from the table of roles and flags.")
+    parser = argparse.ArgumentParser(description="Write the Kubernetes manifests from the table of roles and flags, and the alerts.")
     parser.add_argument("--check", action="store_true", help="write nothing, and say which would be written otherwise")
     check = parser.parse_args(arguments).check
     differ = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
     for path in differ:
         if check:
-            print(f"{path}: differs from the table of roles; run `python -m examples.manifests`", file=sys.stderr)
+            print(f"{path}: differs from what it is written from; run `python -m examples.manifests`", file=sys.stderr)
         else:
             path.write_text(files()[path])
             print(f"wrote {path}")

@@ -83,7 +83,7 @@ def test_what_kubernetes_would_not_take_is_found(change: dict[str, Any]) -> None
 
 def test_only_kinds_that_others_bring_are_not_validated() -> None:
     kinds = {each["kind"] for fleet in (*FLEETS, "monitoring") for each in objects(fleet)}
-    assert kinds & CUSTOM == {"PodMonitor"}
+    assert kinds & CUSTOM == {"PodMonitor", "PrometheusRule"}
 
 
 @pytest.mark.parametrize("fleet", [*FLEETS, "monitoring"])
@@ -309,11 +309,24 @@ def test_strangers_reach_no_port_of_an_instance_and_prometheus_its_metrics() -> 
     ours, readers = policy["ingress"]
     assert ours == {"from": [{"podSelector": {"matchLabels": {"app": "pd"}}}]}
     assert readers["ports"] == [{"port": "http"}]
-    [monitor] = objects("monitoring")
+    monitor = one("monitoring", "PodMonitor", "pd")
     assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == "http"
     [label] = readers["from"][0]["namespaceSelector"]["matchLabels"].items()
     first_lines = (DIRECTORY / "monitoring" / "kustomization.yaml").read_text()
     assert f"kubectl label namespace monitoring {'='.join(label)}" in first_lines
+
+
+def test_the_operators_alerts_are_those_of_the_file() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yaml").read_text())
+    rule, monitor = (one("monitoring", kind, "pd") for kind in ("PrometheusRule", "PodMonitor"))
+    assert rule["spec"] == rules
+    assert rule["metadata"]["labels"] == monitor["metadata"]["labels"], "one Prometheus selects both"
+
+
+def test_alerts_name_pods() -> None:
+    [endpoint] = one("monitoring", "PodMonitor", "pd")["spec"]["podMetricsEndpoints"]
+    [relabeled] = [each for each in endpoint["relabelings"] if each["targetLabel"] == "instance"]
+    assert "__meta_kubernetes_pod_name" in relabeled["sourceLabels"]
 
 
 def test_who_may_change_weights_has_a_label_of_its_own() -> None:

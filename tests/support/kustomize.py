@@ -23,7 +23,7 @@ Object = dict[str, Any]
 KNOWN = {"resources", "replicas", "patches"}
 KUBERNETES = ("1.30", "1.37")
 """The oldest and the newest version for which the manifests are validated."""
-CUSTOM = {"PodMonitor"}
+CUSTOM = {"PodMonitor", "PrometheusRule"}
 """Kinds that others bring; the tool has no schema of theirs."""
 
 
