@@ -18,7 +18,7 @@ from vllm_pd_connector import CONNECTOR_NAME, in_tree
 from vllm_pd_connector.config import Config, own_directory, parse_config, unknown_key
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.instance_info import ROLES
-from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address
+from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address, told_wrongly
 from vllm_pd_connector.sidechannel.net.sockets import require_free
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
@@ -36,13 +36,20 @@ _KEYS: Final = (
     "kv_connector_module_path",
     "kv_connector_extra_config",
 )
+_WITHOUT_EFFECT: Final = {"kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool}
+"""Keys that vLLM takes and that do nothing here, so that they stop no instance; and the types that vLLM takes."""
 
 
 def document_problems(document: object, environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is wrong with the whole of a `--kv-transfer-config`, as read from JSON; ports are tried, too."""
     if not isinstance(document, Mapping):
         return [f"the configuration is {document!r:.60}: it must be an object with kv_connector and kv_role"]
-    problems = [_unknown(str(key)) for key in document if key not in _KEYS]
+    problems = [_unknown(str(key)) for key in document if key not in (*_KEYS, *_WITHOUT_EFFECT)]
+    problems += [
+        f"{key} is {document[key]!r:.60}: vLLM takes {kind.__name__}; leave it out, it does nothing here"
+        for key, kind in _WITHOUT_EFFECT.items()
+        if key in document and type(document[key]) is not kind
+    ]
     problems += _choice("kv_role", document.get("kv_role"), ROLES)
     if "engine_id" in document and not isinstance(document["engine_id"], str):
         problems.append(f"engine_id is {document['engine_id']!r:.60}: it must be a string")
@@ -63,6 +70,16 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         found = setting_problems(role, extra, environ)
         problems += found or port_problems(role, extra, range(1), environ)
     return list(dict.fromkeys(problems))
+
+
+def document_notes(document: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is worth knowing of a configuration in which nothing is wrong: an instance starts with it all the same."""
+    notes = [f"{key}: {in_tree.TOP_LEVEL[key]}" for key in _WITHOUT_EFFECT if key in document]
+    for role, extra in entries_of(document):
+        config = parse_config(extra)
+        if _listens(config, role) and (misleads := told_wrongly(config.side_channel(0, environ)[0])):
+            notes.append(f"side_channel_host: {misleads}")
+    return list(dict.fromkeys(notes))
 
 
 def early_problems(document: Mapping[str, Any]) -> list[str]:

@@ -81,7 +81,7 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer() | {"kv_role": "producer"}, "kv_role is 'producer': it must be one of kv_producer, kv_consumer"),
         (transfer() | {"kv_rol": "kv_both"}, "'kv_rol' is not a key; did you mean kv_role?"),
         (transfer() | {"mode": "push"}, "mode: it belongs into kv_connector_extra_config"),
-        (transfer() | {"kv_port": 1}, "kv_port: side_channel_port in kv_connector_extra_config"),
+        (transfer() | {"kv_port": "x"}, "kv_port is 'x': vLLM takes int; leave it out, it does nothing here"),
         (transfer() | {"kv_connector": "NixlConnector"}, "`vllm-pd migrate` says it in PDConnector's"),
         (transfer() | {"kv_connector": ["x"]}, "kv_connector is ['x']: PDConnector is not there"),
         (several() | {"kv_connector_extra_config": {"connectors": 5}}, "PDConnector is not there"),
@@ -96,6 +96,42 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
 def test_a_mistake_is_one_line(document: object, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     problems = checked(document, capsys)
     assert [problem for problem in problems if words in problem], problems
+
+
+def noted(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["check-config", json.dumps(document), "--json"]) == Exit.OK
+    return list(json.loads(capsys.readouterr().out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("kv_buffer_device", "cpu", "no counterpart: bytes move between the caches where they lie"),
+        ("kv_port", 14579, "side_channel_port in kv_connector_extra_config"),
+        ("enable_permute_local_kv", True, "no counterpart: unequal layouts are converted"),
+    ],
+)
+def test_a_key_that_vllm_takes_and_that_does_nothing_here_is_noted(
+    key: str, value: object, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An instance starts with it."""
+    from vllm.config import KVTransferConfig
+
+    document = transfer() | {key: value}
+    KVTransferConfig(**document)
+    [note] = noted(document, capsys)
+    assert note.startswith(f"{key}: {words}")
+    assert main(["check-config", json.dumps(document)]) == Exit.OK
+    assert f"\nnote: {key}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_is_everybody_s_own_is_noted(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = transfer(side_channel_host=host, allow_unauthenticated_peers=True)
+    [note] = noted(document, capsys)
+    assert note.startswith(f"side_channel_host: other instances are told {host}, which is their own host")
+    assert noted(document | {"kv_role": "kv_consumer"}, capsys) == []
+    assert noted(transfer(), capsys) == []
 
 
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

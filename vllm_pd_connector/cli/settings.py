@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_pd_connector.checks import document_problems
+from vllm_pd_connector.checks import document_notes, document_problems
 from vllm_pd_connector.cli.options import Json
 from vllm_pd_connector.cli.output import CommandError, Exit, NotReadable, emit, emit_json
 from vllm_pd_connector.errors import InvalidConfig
@@ -24,11 +24,15 @@ Document = Annotated[
 
 def check_config(document: Document, json: Json = False) -> Exit:
     """Check a configuration, as an instance does before it loads its model."""
-    problems = document_problems(_read(document))
+    read = _read(document)
+    problems = document_problems(read)
+    notes = [] if problems else document_notes(read)
     if json:
-        emit_json("check-config", {"good": not problems, "problems": problems})
+        emit_json("check-config", {"good": not problems, "problems": problems, "notes": notes})
     else:
         emit("\n".join(problems) or "good: an instance starts with it on this machine")
+        for note in notes:
+            emit(f"note: {note}")
     return Exit.REFUSED if problems else Exit.OK
 
 

@@ -213,13 +213,18 @@ def admits(keys: Keys | None, host: str) -> str:
     else:
         who = "every process of this host" if is_loopback(host) else "every host that reaches it"
         who = f"for {who}: side_channel_keys is not set"
+    return f"{who}; {misleads}" if (misleads := told_wrongly(host)) else who
+
+
+def told_wrongly(host: str) -> str:
+    """Why others do not find a side channel at the address that they are told; empty where they do."""
     with contextlib.suppress(ValueError):  # a name
         if ipaddress.ip_address(host).is_unspecified:
-            who += (
-                f"; other instances are told {host}, which is their own host: set side_channel_host to an address of "
+            return (
+                f"other instances are told {host}, which is their own host: set side_channel_host to an address of "
                 "this one, unless a router puts that in its place"
             )
-    return who
+    return ""
 
 
 def is_loopback(host: str) -> bool:
