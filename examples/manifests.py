@@ -1,5 +1,5 @@
-"""The Kubernetes manifests of instances and router, written from the table of roles and flags (`examples/roles.py`), and
-the alerts as an object, written from `deploy/prometheus/rules.yaml`.
+"""The Kubernetes manifests of instances and router, written from the table of roles and flags (`examples/roles.py`),
+and the alerts as an object, written from `deploy/prometheus/rules.yaml`.
 
     python -m examples.manifests            # writes them
     python -m examples.manifests --check    # says which differ from what would be written; `make lint` runs this
@@ -86,12 +86,13 @@ spec:
     spec:
       # preStop and --shutdown-timeout come before it.
       terminationGracePeriodSeconds: {grace}
-      # The group may read the keys and write to the volume.
+      # The group may read the keys and write to the volume, whose files get it once and not at each start.
       securityContext:
         runAsNonRoot: true
         runAsUser: {user}
         runAsGroup: {user}
         fsGroup: {user}
+        fsGroupChangePolicy: OnRootMismatch
         seccompProfile: {{ type: RuntimeDefault }}
 {sidecar}\
       containers:
@@ -321,7 +322,9 @@ def files() -> Mapping[Path, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the Kubernetes manifests from the table of roles and flags, and the alerts.")
+    parser = argparse.ArgumentParser(
+        description="Write the manifests from the table of roles and flags, and the alerts."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, and say which would be written otherwise")
     check = parser.parse_args(arguments).check
     differ = [path for path, text in files().items() if not path.exists() or path.read_text() != text]

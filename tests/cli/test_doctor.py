@@ -70,6 +70,10 @@ def test_what_the_kernel_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["/dev/shm"].state == "bad" and found["locked memory"].state == "bad"
     assert found["capabilities"].state == "note" and "CMA" in found["capabilities"].says
     assert found["GPU"].state == "note" and "nvidia_peermem is not loaded" in found["GPU"].says
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information").unlink()
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").rmdir()
+    [without] = [one for one in findings(tmp_path) if one.topic == "GPU"]
+    assert "other makers' are not looked at" in without.says, "they may well be there"
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert [one.says for one in findings(tmp_path) if one.topic == "UCX"] == [
         "chooses among what UCX_TLS=tcp leaves it"

@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetr
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
 from vllm_pd_connector import __version__, plugin
+from vllm_pd_connector.config import Config
 from vllm_pd_connector.instance_info import parse
+from vllm_pd_connector.observability import series
 from vllm_pd_connector.observability.series import PDPromMetrics
 from vllm_pd_connector.observability.stats import (
     MAX_PEERS,
@@ -213,3 +215,9 @@ def test_beside_another_connector_the_series_of_both_are_on_the_page():
     assert (info.role, info.mode) == ("kv_consumer", "push"), "its own entry's"
     logged = MultiConnector.build_kv_connector_stats(sent).reduce()
     assert set(logged) == {"PDConnector", "OffloadingConnector"} and all(logged.values())
+
+
+def test_a_phase_that_reached_its_deadline_is_not_beyond_every_bucket() -> None:
+    deadlines = Config()
+    longest = max(deadlines.transfer_timeout, deadlines.handshake_timeout, deadlines.confirm_timeout)
+    assert [bound for bound in series._PHASE_BUCKETS if bound > longest]

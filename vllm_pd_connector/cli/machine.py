@@ -133,7 +133,8 @@ def _rights(proc: Path, rdma: bool) -> Iterator[Finding]:
 def _gpus(proc: Path, rdma: bool) -> Finding:
     gpus = len(list((proc / "driver/nvidia/gpus").glob("*")))
     if not gpus:
-        return Finding("GPU", "note", "there is none of NVIDIA's: caches are in this machine's memory")
+        none = "there is none of NVIDIA's, and other makers' are not looked at; without any, caches are in host memory"
+        return Finding("GPU", "note", none)
     peer = any(line.startswith("nvidia_peermem ") for line in _read(proc / "modules").splitlines())
     if rdma and not peer:
         return Finding(
