@@ -26,6 +26,20 @@ CONNECTORS: Final[dict[str, dict[str, Any]]] = {
 }
 """In-tree connectors, and what of our configuration stands for the choice of each."""
 
+STORES: Final = (
+    "LMCacheConnectorV1",
+    "LMCacheMPConnector",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector",
+    "FlexKVConnectorV1",
+    "HF3FSKVConnector",
+)
+"""Connectors of vLLM's that keep prefixes: they go on beside this one."""
+OTHERS: Final = ("MoRIIOConnector", "P2pNcclConnector")
+"""Connectors, now or formerly of vLLM's, that hand prefills over in ways that have nothing in common with ours."""
+
+_MULTI: Final = "MultiConnector"
 _NIXL, _MOONCAKE = "NixlConnector", "MooncakeConnector"
 _BOOTSTRAP_PORT = 8998
 _BOOTSTRAP_VARIABLE = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
@@ -66,6 +80,8 @@ _SEVERAL_HOSTS: Final = (
     "instances on several hosts: set side_channel_host to an address that the other side reaches, and "
     "side_channel_keys, or allow_unauthenticated_peers on a network that only you reach"
 )
+_OF_THE_WHOLE: Final = ("engine_id", "kv_load_failure_policy")
+_OUTER_ALONE: Final = "stands beside connectors, not in an entry: the outer one is read"
 _KEPT: Final = ("engine_id", "kv_role", "kv_load_failure_policy")
 
 
@@ -88,16 +104,18 @@ class Migration:
 
 
 def migrate(transfer: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Migration:
-    """Our configuration for one of an in-tree connector.
+    """Our configuration for one of an in-tree connector, alone or beside others in a MultiConnector.
 
     Raises:
         InvalidConfig: another connector, or a value that theirs would not take either.
     """
+    if transfer.get("kv_connector") == _MULTI:
+        return _migrate_among(transfer, environ)
     name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
     if isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]:
         raise InvalidConfig(f"kv_connector_module_path is {module}: this is PDConnector already")
     if not isinstance(name, str) or name not in CONNECTORS:
-        raise InvalidConfig(f"kv_connector: {name!r} cannot be migrated; one of {', '.join(CONNECTORS)} can")
+        raise InvalidConfig(f"kv_connector: {name!r} cannot be migrated; {_instead(name)}")
     given = transfer.get("kv_connector_extra_config", {})
     if not isinstance(given, dict):
         raise InvalidConfig(f"kv_connector_extra_config is {given!r}: it must be an object")
@@ -125,6 +143,44 @@ def migrate(transfer: Mapping[str, Any], environ: Mapping[str, str] = os.environ
     kept = {key: transfer[key] for key in _KEPT if key in transfer}
     config = {"kv_connector": "PDConnector", **kept, "kv_connector_extra_config": extra}
     return Migration(config, tuple(dropped), tuple(_notes(name, transfer, extra)))
+
+
+def _instead(name: object) -> str:
+    """What to do with a connector that has no counterpart."""
+    if name in STORES:
+        return (
+            "it keeps prefixes: name it behind PDConnector in a MultiConnector (docs/multi-connector.md), and leave "
+            "its own hand-over between instances off"
+        )
+    if name in OTHERS:
+        return (
+            "none of its keys has a counterpart: write PDConnector's configuration anew (docs/quickstart.md), and take "
+            "a router that passes kv_transfer_params on, such as `vllm-pd proxy`, in the place of its proxy"
+        )
+    return f"one of {', '.join(CONNECTORS)} can, alone or in a {_MULTI}"
+
+
+def _migrate_among(transfer: Mapping[str, Any], environ: Mapping[str, str]) -> Migration:
+    """Of a MultiConnector the one entry of an in-tree connector; what stands beside it stays."""
+    extra = transfer.get("kv_connector_extra_config")
+    connectors = extra.get("connectors") if isinstance(extra, dict) else None
+    if not isinstance(connectors, list) or not all(isinstance(one, dict) for one in connectors):
+        raise InvalidConfig(f"connectors is {connectors!r:.60}: it must be a list of objects")
+    names = [one.get("kv_connector") for one in connectors]
+    places = [at for at, name in enumerate(names) if isinstance(name, str) and name in CONNECTORS]
+    if len(places) != 1:
+        known = ", ".join(CONNECTORS)
+        raise InvalidConfig(f"connectors are {names!r:.200}: one of them, and no more, must be of {known}")
+    [at] = places
+    own = migrate(connectors[at], environ)
+    dropped = [*own.dropped, *((key, _OUTER_ALONE) for key in _OF_THE_WHOLE if key in own.config)]
+    entry = {key: value for key, value in own.config.items() if key not in _OF_THE_WHOLE}
+    among = [entry, *connectors[:at], *connectors[at + 1 :]]
+    notes = [*own.notes, "what is beside PDConnector stays as it was: docs/multi-connector.md says which may"]
+    if at:
+        notes.append(f"{names[at]} was number {at + 1} of the connectors: PDConnector comes first")
+    config = {**transfer, "kv_connector_extra_config": {**(extra or {}), "connectors": among}}
+    return Migration(config, tuple(dropped), tuple(notes))
 
 
 def _backends(value: object) -> dict[str, Any]:

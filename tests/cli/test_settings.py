@@ -15,7 +15,7 @@ from vllm_pd_connector.checks import early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
-from vllm_pd_connector.in_tree import CONNECTORS, KEYS, migrate
+from vllm_pd_connector.in_tree import CONNECTORS, KEYS, STORES, migrate
 
 ELSEWHERE = "203.0.113.9"
 
@@ -263,6 +263,50 @@ def test_what_a_key_becomes() -> None:
         "transport": "nixl", "mode": "pull", "conversations": True, "conversation_lease": 480
     }  # fmt: skip
     assert "conversations" not in extra("NixlConnector", bidirectional_kv_xfer=False)
+
+
+def test_of_several_connectors_the_one_of_vllm_s_is_migrated(capsys: pytest.CaptureFixture[str]) -> None:
+    store = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"n": 1}}
+    theirs = {
+        "kv_connector": "NixlConnector", "kv_role": "kv_producer", "engine_id": "inner",
+        "kv_connector_extra_config": {"num_threads": 4, "kv_lease_duration": 20},
+    }  # fmt: skip
+    given = several(store, theirs) | {"engine_id": "e", "kv_load_failure_policy": "recompute"}
+    assert main(["migrate", json.dumps(given), "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    assert checked(found["config"], capsys) == []
+    extra = {"transport": "nixl", "mode": "pull", "kv_lease_duration": 20}
+    ours = {"kv_connector": "PDConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    assert found["config"] == given | {"kv_connector_extra_config": {"connectors": [ours, store]}}
+    assert [one["key"] for one in found["dropped"]] == ["num_threads", "engine_id"]
+    assert "NixlConnector was number 2 of the connectors: PDConnector comes first" in found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kv_connector": "LMCacheConnectorV1"}, "behind PDConnector in a MultiConnector (docs/multi-connector.md)"),
+        ({"kv_connector": "MoRIIOConnector"}, "write PDConnector's configuration anew (docs/quickstart.md)"),
+        ({"kv_connector": "P2pNcclConnector"}, "in the place of its proxy"),
+        ({"kv_connector": "NoneSuch"}, "one of NixlConnector, NixlPullConnector"),
+        (several({"kv_connector": "OffloadingConnector"}), "['OffloadingConnector']: one of them, and no more"),
+        (several({"kv_connector": "NixlConnector"}, {"kv_connector": "MooncakeConnector"}), "and no more, must be of"),
+        (several({"kv_connector": ["x"]}), "one of them, and no more"),
+        (several(5), "connectors is [5]: it must be a list of objects"),
+        ({"kv_connector": "MultiConnector"}, "connectors is None: it must be a list of objects"),
+    ],
+)
+def test_what_has_no_counterpart_is_told_what_to_do(
+    given: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["migrate", json.dumps(given)]) == Exit.REFUSED
+    assert words in capsys.readouterr().err
+
+
+def test_the_stores_are_vllm_s() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    assert set(STORES) <= set(KVConnectorFactory._registry)
 
 
 @pytest.mark.parametrize(
