@@ -7,12 +7,16 @@ import json
 import re
 import shlex
 import subprocess
+import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.main import get_command
 
+from examples.roles import CPU_ENVIRONMENT, CPU_FLAGS, cache_flags
 from vllm_pd_connector.cli.app import app
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.instance_info import ROLES
@@ -74,7 +78,7 @@ def check_serve(words: list[str]) -> None:
         if transfer["kv_connector"] == "MultiConnector":
             transfer = transfer["kv_connector_extra_config"]["connectors"][0]
         assert transfer["kv_connector"] == "PDConnector" and transfer["kv_role"] in ROLES
-        parse_config(transfer["kv_connector_extra_config"])
+        parse_config(transfer.get("kv_connector_extra_config", {}))
 
 
 @cache
@@ -138,6 +142,48 @@ def make_keys(words: list[str], directory: Path) -> None:
     """The connector looks for its keys as soon as vLLM has read its configuration."""
     if '"side_channel_keys"' in " ".join(words):
         create_keys(directory / "keys", "instance")
+
+
+def test_the_image_without_a_gpu_is_run_as_the_launcher_runs_instances() -> None:
+    text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "containers.md").read_text())
+    image = "vllm-pd:0.32-cpu"
+    runs = [shlex.split(line) for line in text.splitlines() if re.match(rf"    docker run .* {image} ", line)]
+    prefill, decode, router = [(words[: words.index(image)], words[words.index(image) + 1 :]) for words in runs]
+    for (options, serve), role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        given = {after for before, after in pairwise(options) if before == "-e"}
+        in_image = {"TORCH_COMPILE_DISABLE=1"}  # by ENV
+        assert given | in_image == {f"{name}={value}" for name, value in CPU_ENVIRONMENT.items()}
+        assert {*CPU_FLAGS, *cache_flags()} <= set(serve)
+        assert json.loads(serve[serve.index("--kv-transfer-config") + 1])["kv_role"] == role
+        check_serve(serve)
+        serve_parser().parse_args(serve[2:])
+    check_router(router[1][2:])
+
+
+CURL = """#!/bin/sh
+while [ ! -e {go} ]; do sleep 0.05; done
+printf '%s\\n' "$@" > {told}.part && mv {told}.part {told}
+"""
+
+
+def test_the_hook_that_tells_the_router_holds_nobody_up(tmp_path: Path) -> None:
+    """Whoever runs a hook waits until nobody has its output any more."""
+    _, _, section = (ROOT / "docs" / "elastic.md").read_text().partition("## Kubernetes\n")
+    block = [line[4:] for line in section.partition("\n\n")[0].splitlines()]
+    [*_, script] = yaml.safe_load("\n".join(block))["lifecycle"]["postStart"]["exec"]["command"]
+    go, told = tmp_path / "go", tmp_path / "told"
+    (tmp_path / "curl").write_text(CURL.format(go=go, told=told))
+    (tmp_path / "curl").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.1.2.3"}
+    try:
+        subprocess.run(["sh", "-c", script], env=environment, capture_output=True, check=True, timeout=30)
+    finally:
+        go.touch()
+    until = time.monotonic() + 30
+    while not told.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert '{"url": "http://10.1.2.3:8000"}' in told.read_text().splitlines()
 
 
 def test_a_recipe_is_for_a_prefill_a_decode_instance_and_a_router() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,14 @@ def test_an_image_is_made_of_what_is_there_and_runs_as_the_pods_user(name: str) 
     assert re.search(rf"^RUN .*useradd .*--uid {user}\b", "\n".join(lines), re.MULTILINE)
     if name == "cuda":  # vLLM's image has that user
         assert re.search(rf"getent passwd {user} \|\| useradd", "\n".join(lines))
+
+
+def test_the_image_has_the_extras_that_are_asked_for() -> None:
+    dockerfile, page = ((ROOT / name).read_text() for name in ("docker/Dockerfile.cuda", "docs/containers.md"))
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"EXTRAS=([\w,-]+)", dockerfile + page)
+    assert len(asked) >= 3 and {extra for each in asked for extra in each.split(",")} <= set(known)
+    assert '"/src[${EXTRAS}]"' in dockerfile and "\nARG EXTRAS=" in dockerfile.partition("\nFROM ")[2]
 
 
 def test_the_image_without_a_gpu_has_what_the_tests_set_up() -> None:
