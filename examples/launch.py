@@ -200,7 +200,8 @@ class Servers:
         for server in ending:
             server.tell_to_end(drains=drain and server.spec.drains_for > 0)
         for server in ending:
-            until = began + STOP_TIMEOUT + (server.spec.drains_for if drain else 0.0)
+            drained = began + (server.spec.drains_for if drain else 0.0)
+            until = max(drained, time.monotonic()) + STOP_TIMEOUT
             while server.process.poll() is None and time.monotonic() < until and not self.hurried:
                 time.sleep(0.02)
             server.kill()
