@@ -38,6 +38,11 @@ GUARANTEES = [
         "test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
     ),
     Guarantee(
+        "a worker that hears no more of what it writes does not say later that it is over",
+        "ActivePush", "return self.cancelled and self.machine.failed and", "return self.machine.failed and",
+        "test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_and_costs_the_prefill_side_nothing",
+    ),
+    Guarantee(
         "a cache is written for the prompt that it was computed for",
         "contradiction", " or into.prompt_digest != prefill.prompt_digest:", ":",
         "test_another_prompt_is_not_written",

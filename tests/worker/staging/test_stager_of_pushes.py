@@ -349,6 +349,8 @@ def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(w
 def test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_and_costs_the_prefill_side_nothing(
     writer, target, monkeypatch, taken
 ):
+    monkeypatch.setattr("vllm_pd_connector.worker.receive.push_request.SELDOM_S", 0.5)
+    monkeypatch.setattr("vllm_pd_connector.protocol.push.table.ANSWER_S", 0.5)
     if taken:
         writer.transports[0].faults.failures.append(TransferError("unclear", terminal=False))
     else:
