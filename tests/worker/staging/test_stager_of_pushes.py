@@ -1,5 +1,4 @@
-"""Pushes by way of the staging buffer: the bytes of a direct push and no other, back-pressure, what a slot waits
-for."""
+"""Pushes by way of the staging buffer: the bytes of a direct push and no other, back-pressure, what slots wait for."""
 
 from __future__ import annotations
 
