@@ -246,7 +246,7 @@ class InFlight:
 
     def staged_ended(self, stream: Stream, error: TransferError | None) -> TransferEnd:
         """What became of a transfer by way of the staging buffer. What one that writes has begun may go on."""
-        if error is not None and self.writes and not error.terminal:
+        if stream.may_write:
             self.stuck.add(stream.index)
         if error is not None and self.writes and self.stager.holds(self.owner):
             return TransferFailed(stream.index, str(error), terminal=False)

@@ -38,6 +38,11 @@ GUARANTEES = [
         "test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
     ),
     Guarantee(
+        "a push is not over while one of its chunks may be written, whichever failed first",
+        "InFlight", "        if stream.may_write:\n            self.stuck", "        if error and self.writes and not error.terminal:\n            self.stuck",
+        "test_a_write_is_over_only_if_all_of_its_chunks_are",
+    ),
+    Guarantee(
         "a worker that hears no more of what it writes does not say later that it is over",
         "ActivePush", "return self.cancelled and self.machine.failed and", "return self.machine.failed and",
         "test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_and_costs_the_prefill_side_nothing",

@@ -37,6 +37,7 @@ from vllm_pd_connector.worker.staging.stager import Stager
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 A, B = (2, 6, 4), (1, 3, 7)
+UNSURE = TransferError("unclear", terminal=False)
 
 
 # One push without threads: links, stagers and memory of all ranks
@@ -344,15 +345,14 @@ def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(w
     assert target.received(into(target, writer, "b")) == [True]
 
 
-@pytest.mark.parametrize("taken", [True, False], ids=["taken", "a defect as it is given"])
+@pytest.mark.parametrize("errors", [(UNSURE,), ()], ids=["taken", "a defect as it is given"])
 def test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_and_costs_the_prefill_side_nothing(
-    writer, target, monkeypatch, taken
+    writer, target, monkeypatch, errors
 ):
     monkeypatch.setattr("vllm_pd_connector.worker.receive.push_request.SELDOM_S", 0.5)
     monkeypatch.setattr("vllm_pd_connector.protocol.push.table.ANSWER_S", 0.5)
-    if taken:
-        writer.transports[0].faults.failures.append(TransferError("unclear", terminal=False))
-    else:
+    writer.transports[0].faults.failures.extend(errors)
+    if not errors:  # a defect as it is given
         write, given = writer.transports[0].write, itertools.count()
         monkeypatch.setattr(writer.transports[0], "write", lambda *what: write(*what) if next(given) else 1 // 0)
     writer.whole()

@@ -18,6 +18,7 @@ Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observ
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.transport.liveness import LivenessLink
     from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
+
+logger = logging.getLogger(__name__)
 
 # The library's own number of them, and the most that it takes.
 LANES, MAX_LANES = 4, 16
@@ -70,7 +73,14 @@ class Lanes:
         self.close_dead()
 
     def close_dead(self) -> None:
-        """Have the library close what leads to peers that are gone by now; never waits."""
+        """Have the library close what leads to peers that are gone by now; never waits, and fails nothing of others."""
+        try:
+            self._close_dead()
+        except Exception:
+            logger.exception("connections to peers that ended could not be closed")
+            self._asked = []
+
+    def _close_dead(self) -> None:
         self._asked = [batch for batch in self._asked if self._engine.transfer_check_status(batch) == 0]
         for name, left in [entry for entry in self._left.items() if entry[1].liveness.state is LivenessState.LOST]:
             if not self._openings.ready(left.opening):  # it is open; a submit would wait for another that is not yet

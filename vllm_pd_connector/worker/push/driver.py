@@ -13,7 +13,8 @@ without an end (`protocol.push.draining`), and this side forgets it.
 
 Where a part goes by way of the staging buffer (`staging.stager`), its copies read this worker's cache in the transfer
 thread, some time after the part was bound. They see what a direct write would: the part is bound when what it
-reads was computed, and the scheduler half keeps the blocks until this side has reported that nothing writes any more.
+reads was computed, and the scheduler half keeps the blocks until this side has reported the end, or a failure, after
+which nobody takes what is written.
 """
 
 from __future__ import annotations
@@ -204,10 +205,15 @@ class Pushes:
                     self._drive(push, machines.Commanded(command), now)
             case CancelCommand(attempt, reason):
                 if (push := self._pushes.get(attempt.hex())) is not None:
-                    push.given_up, push.cancelled = FailureKind.ABORTED, True
-                    self._drive(push, machines.GivenUp(reason), now)
-                else:
-                    self._refuse(attempt, reason)
+                    push.cancelled = True
+                self._cancel(attempt, reason, now)
+
+    def _cancel(self, attempt: bytes, reason: str, now: float) -> None:
+        if (push := self._pushes.get(attempt.hex())) is not None:
+            push.given_up = FailureKind.ABORTED
+            self._drive(push, machines.GivenUp(reason), now)
+        else:
+            self._refuse(attempt, reason)
 
     def _begin(self, into: PushInto, now: float) -> None:
         home, unkeyed = into.home, self._config.allow_unauthenticated_peers
@@ -229,8 +235,10 @@ class Pushes:
             self._obey(command, now)
         except Exception as error:  # one order must not cost the others, which are not handed out again
             logger.exception("an order of the scheduler half failed")
+            begins = isinstance(command, BeginCommand)
             attempt = command.into.attempt if isinstance(command, BeginCommand) else command.attempt
-            self._obey(CancelCommand(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT]), now)
+            if begins or attempt.hex() in self._pushes:  # one that was forgotten may still write, and is no refusal
+                self._cancel(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT], now)
 
     # What becomes of links (`peers.pool.User`)
 

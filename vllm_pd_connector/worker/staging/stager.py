@@ -277,6 +277,7 @@ class Stager:
             raise _unknown(error) from error
 
     def _slot_after(self, flight: InFlightChunk, error: TransferError) -> None:
+        flight.stream.may_write |= flight.chunk.writes and not error.terminal  # whatever else of it fails, and when
         if error.terminal or flight.chunk.writes:
             self.staging.give(flight.slot)
         else:

@@ -29,7 +29,8 @@ class InFlightChunk:
 class Stream:
     """One staged transfer of `owner` (whoever asked for it) from or to a rank of `instance`, whose process is known by
     `watch`; counts are of what the transport was given so far, and in `landed` of the chunks that are where they
-    belong. `waiting` is the chunk that is next, `made`: that there are no more."""
+    belong. `waiting` is the chunk that is next, `made`: that there are no more. `may_write`: one that was written may
+    go on, and nobody will say that it has ended."""
 
     owner: object
     index: int
@@ -39,6 +40,7 @@ class Stream:
     watch: ProcessWatch | None = None
     waiting: Chunk | None = None
     made: bool = False
+    may_write: bool = False
     in_flight: list[InFlightChunk] = field(default_factory=list)
     bytes: int = 0
     runs: int = 0
