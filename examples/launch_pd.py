@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=positive, default=roles.ROUTER_PORT, help="of the router")
     made.add_argument("--admin-port", type=positive, metavar="PORT", help="of the router; none unless set")
     step = roles.SIDE_CHANNEL_STEP
-    channel = f"first of {step} for each instance"
+    channel = f"first of {step} for each instance, or of as many as it has data-parallel engines"
     made.add_argument(
         "--side-channel-port", type=positive, default=roles.SIDE_CHANNEL_PORT, metavar="PORT", help=channel
     )
@@ -196,7 +196,8 @@ def instance_spec(options: argparse.Namespace, role: Role, index: int, gpus: Gpu
     name, port = f"{role.name}-{index}", own["port"] + index
     # Decode's side channels come after those of prefill on the same host.
     before = options.prefills if role is DECODE and options.only is None else 0
-    channel = options.side_channel_port + roles.SIDE_CHANNEL_STEP * (before + index)
+    step = max(roles.SIDE_CHANNEL_STEP, options.prefill_dp, options.decode_dp)
+    channel = options.side_channel_port + step * (before + index)
     flags = ["--tensor-parallel-size", str(own["tp"]), "--pipeline-parallel-size", str(own["pp"])]
     flags += ["--block-size", str(own["block_size"])] if own["block_size"] else []
     environment = {"VLLM_KV_CACHE_LAYOUT": own["layout"]} if own["layout"] else {}

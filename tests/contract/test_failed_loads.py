@@ -198,13 +198,12 @@ def test_a_prefill_that_ends_while_a_part_of_it_is_computed_again_is_not_handed_
     prefill.check_empty()
 
 
+@pytest.mark.parametrize("engine", [True], ids=["overlapping steps"], indirect=True)  # else all is computed before
 def test_of_a_prefill_that_ends_with_its_blocks_given_back_nothing_stays(engine: Any) -> None:
     """As above, and the step that would compute it again has no room for it: it ends without a block."""
     prefill = engine(transfer("kv_producer", mode="push"), policy="recompute", step_tokens=BLOCK)
     prefill.add("p-1", list(range(2 * BLOCK)), KEEP, max_tokens=1)
     prefill.step()
-    if not prefill.overlapping:
-        pytest.skip("all of it is computed again before it ends")
     prefill.step(invalid={prefill.blocks_of("p-1")[0].block_id})
     prefill.scheduler.max_num_scheduled_tokens = 0
     prefill.step()

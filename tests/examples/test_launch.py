@@ -136,8 +136,9 @@ def test_each_engine_of_an_instance_has_gpus_and_a_side_channel() -> None:
     assert [after(spec, "--data-parallel-size") for spec in (prefill, decode)] == ["2", "2"]
     assert prefill.also_listens == (5600, 5601)
     assert "--data-parallel-size" not in specs("--gpus", "0,1")["prefill-0"].command
-    with pytest.raises(PortError, match="port 5620 is to be used twice, by prefill-0 and by prefill-1"):
-        specs("--cpu", "--prefills", "2", "--prefill-dp", "21")
+    many = specs("--cpu", "--prefills", "2", "--prefill-dp", "21")
+    ports = [many[name].also_listens for name in ("prefill-0", "prefill-1")]
+    assert ports == [tuple(range(5600, 5621)), tuple(range(5621, 5642))]
 
 
 @pytest.mark.parametrize(

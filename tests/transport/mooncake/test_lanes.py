@@ -68,6 +68,32 @@ def test_a_peer_that_lives_is_used_again_after_it_was_left() -> None:
     end.transport.close()
 
 
+@pytest.mark.libraries
+def test_a_process_that_has_not_what_it_is_asked_for_refuses_it_and_lives() -> None:
+    """As one would that has the port of a peer that ended."""
+    end, process = End("mooncake", LOCAL, 1 << 20), ProcessPeer("mooncake", LOCAL, 1 << 20)
+    process.call("fill", 1)
+    peer = end.connect(process.endpoint, process.segments)
+    read_in_pieces(end, peer, process)
+    engine, nowhere = end.transport._engine, process.address + (1 << 40)
+    read = end.transport._module.TransferOpcode.Read
+    for _ in range(4):
+        batch = engine.batch_transfer_async(peer.opening.segment, [end.address], [nowhere], [1], read)
+        assert not batch or until(lambda batch=batch: engine.transfer_check_status(batch), "an answer") == -1
+    read_in_pieces(end, peer, process)
+    assert end.digest() == process.call("digest")
+    process.stop()
+    end.transport.close()
+
+
+def test_what_the_library_raises_fails_nothing_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    made, engine, _ = lanes()
+    engine.batch_transfer_async = lambda *_: 1 // 0  # type: ignore[method-assign]
+    made.leave("peer", OPENING, liveness(LivenessState.LOST), 4096)
+    assert "could not be closed" in caplog.text
+    made.meet("another")
+
+
 class Engine:
     """Notes what is asked; nothing ends before it is told to."""
 

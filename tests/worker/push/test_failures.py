@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.push.table_world import into
 from tests.support.worker.decode_instance import changed_model, in_its_thread, set_faults, until
 from tests.support.worker.prefill_instance import P_BLOCKS, TOKENS
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, hold_writes, over, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.protocol.wire.push_messages import BeginCommand, CancelCommand
 from vllm_pd_connector.worker.push.link import WriteLink
 
 SOON = {"transfer_timeout": 1.0}
@@ -110,3 +112,18 @@ def test_one_that_is_good_does_not_count(writer: Writer, target: Target) -> None
     freed(writer, "a")
     writer.close()
     assert not [stats for loop in writer.loops if (stats := loop._outbox.take_stats()) and stats.data["failed_pushes"]]
+
+
+def test_an_order_that_meets_a_defect_does_not_end_a_push_that_was_forgotten(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushes, said = writer.loops[0]._pushes, []
+    assert pushes is not None
+    monkeypatch.setattr(pushes._reports, "send", said.append)
+    monkeypatch.setattr(pushes, "_obey", lambda *_: 1 // 0)
+    in_its_thread(writer.loops[0], lambda now: pushes._try(CancelCommand(b"a" * 16, "it failed"), now))
+    assert not said, "what may still write was said to be over"
+    begin = BeginCommand(into(attempt=b"b" * 16))
+    in_its_thread(writer.loops[0], lambda now: pushes._try(begin, now))
+    [ended] = said
+    assert not ended.ok and ended.terminal, "nothing of it was begun"

@@ -55,7 +55,7 @@ def test_a_question_in_vain_says_nothing_of_what_was_asked_before(writer, target
 )
 def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pause):
     links = SimpleNamespace(drive=lambda *_: None)
-    active: Any = SimpleNamespace(links=links, link=None, retry_at=None, withdrawn_at=100.0)
+    active: Any = SimpleNamespace(links=links, link=None, retry_at=None, withdrawn_at=100.0, watches=())
     calls: Any = SimpleNamespace()
     rank: Any = (0, 0, 0, 1)
     due = Earliest()
@@ -137,6 +137,7 @@ def test_who_does_not_say_that_a_push_has_ended_is_asked_more_and_more_seldom(ou
     link = SimpleNamespace(endpoint="there")
     active: Any = Active(request=request, attempt=b"a" * 16, life="l" * 32, question=1, links=links, link=link)
     active.retry_at, active.withdrawn_at = None, 0.0
+    active.watches = (SimpleNamespace(here=True), SimpleNamespace(here=False))
     while now < 1000.0 + 3600.0:
         push_requester.withdraw(active, now)
         assert active.retry_at is not None
@@ -144,3 +145,10 @@ def test_who_does_not_say_that_a_push_has_ended_is_asked_more_and_more_seldom(ou
     pauses = [later - earlier for earlier, later in pairwise(asked)]
     assert pauses[0] <= max(RETRY_S, 7.5) and pauses == sorted(pauses)
     assert pauses[-1] == SELDOM_S and len(asked) < 3600 / SELDOM_S + 10
+    active.watches[1].here = True
+    began = len(asked)
+    for _ in range(5):
+        push_requester.withdraw(active, now)
+        now = max(now, active.retry_at)
+    pauses = [later - earlier for earlier, later in pairwise(asked[began:])]
+    assert max(pauses) <= max(RETRY_S, 7.5), "all workers there are seen to live: their push drains"

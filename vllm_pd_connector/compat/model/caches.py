@@ -331,7 +331,7 @@ def _elements(spec: AttentionSpec, known: LayerFacts, model: str, *, fnuz: bool,
     `scales` are in which form an indexer's fp8 keys have theirs, if in another than elsewhere."""
     name, told = str(spec.dtype).removeprefix("torch."), getattr(spec, "cache_dtype_str", None)
     if told is not None:
-        name = kept_as(told, model)
+        name = kept_as(str(told), model)
     elif known.stored and spec.dtype.itemsize == 1:
         name = f"{name} ({known.stored})"
     if spec.dtype.itemsize > 1 or spec.kv_quant_mode in _INTEGERS:

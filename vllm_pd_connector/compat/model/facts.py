@@ -43,7 +43,7 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         num_kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         dtype=dtype,
-        kv_cache_dtype=kept_as(config.cache_config.cache_dtype, dtype),
+        kv_cache_dtype=kept_as(str(config.cache_config.cache_dtype), dtype),
         rope=_rope(model),
         speculative=_speculative(config, name, own.weights_version),
         weights=weights_of(model, config.load_config) if version is None else version_name(version),

@@ -150,10 +150,10 @@ def _stored(vllm_config: VllmConfig, layer: Any, backend: str, *, drafts: bool) 
     if own is None:
         return ""
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    told = kept_as(own, dtype)
+    told = kept_as(str(own), dtype)
     if told == "fp8_e5m2":
         return f"{told} of {backend}"
-    return told if drafts or told != kept_as(vllm_config.cache_config.cache_dtype, dtype) else ""
+    return told if drafts or told != kept_as(str(vllm_config.cache_config.cache_dtype), dtype) else ""
 
 
 def settle_scales(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -2,20 +2,22 @@
 
 That may be never: of a decode host that fell silent nobody can say whether what was begun still arrives. Such a push
 costs little here, and takes the room of none that is to be written: its blocks, its prefill and the lease are not kept
-for it. The oldest of very many is forgotten; who asks is not, as a decode side whose blocks are in quarantine does.
+for it. The oldest of very many is forgotten, and would be taken for one that never was. A decode side whose blocks are
+in quarantine asks at least every half minute, and who has asked is not among the oldest: it must have been silent while
+REMEMBER_DRAINING others were lost, and then live.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.protocol.push.command_queue import Ticket, among_latest
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushState
 
 if TYPE_CHECKING:
-    from vllm_pd_connector.protocol.push.command_queue import Ticket
     from vllm_pd_connector.protocol.push.registrations import PushRegistration
     from vllm_pd_connector.protocol.wire.messages import Reply
     from vllm_pd_connector.protocol.wire.push_messages import PushEnded
@@ -27,13 +29,13 @@ REMEMBER_DRAINING = 1 << 16
 @dataclass(eq=False, slots=True)
 class _Draining:
     """A push that has failed: `writing` are the workers that have not said that they write no more, `moved` is of those
-    that have, `asked` who asked last."""
+    that have, `asked` who waits for an answer, and until when."""
 
     reason: str
     request_id: str
     writing: set[int]
     moved: Moved
-    asked: Ticket = (b"", 0)
+    asked: dict[Ticket, float] = field(default_factory=dict)
 
     @property
     def answer(self) -> Pushed:
@@ -70,13 +72,14 @@ class Draining:
         return push.answer if push is not None else None
 
     def wait(self, attempt: bytes, ticket: Ticket, until: float) -> bool:
-        """Who asked last waits for its end, and until then; no, if it is none of these. Told that it goes on it asks
-        again; without a word it would take the connection to have broken."""
+        """Who asks waits for its end, and until then; no, if it is none of these. Told that it goes on it asks again;
+        without a word it would take the connection to have broken."""
         if (push := self._pushes.get(attempt)) is None:
             return False
         self._pushes.move_to_end(attempt)
+        among_latest(push.asked, ticket, until)
         self._asked.pop(attempt, None)
-        push.asked, self._asked[attempt] = ticket, until
+        self._asked[attempt] = until
         return True
 
     def ended(self, message: PushEnded) -> Pushed | None:
@@ -99,6 +102,7 @@ class Draining:
             self._tell(attempt, self._pushes.get(attempt))
 
     def _tell(self, attempt: bytes, push: _Draining | None) -> None:
-        waited = self._asked.pop(attempt, None) is not None
-        if waited and push is not None:  # else it was the oldest of too many
-            self._replies.append((push.asked, push.answer))
+        self._asked.pop(attempt, None)
+        if push is not None:  # else it was the oldest of too many
+            self._replies += [(ticket, push.answer) for ticket in push.asked]
+            push.asked.clear()

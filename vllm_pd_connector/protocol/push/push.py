@@ -9,9 +9,9 @@
 A command names a step of the engine; what it lets go is bound when that step is done and the decode instance is linked.
 Commands whose steps ended together are one, the latest; a long one may be bound piece by piece, a piece for each time
 that its step is said to be done. Of a step that is being computed, waves of layers may be bound before it is done,
-except of the last command's: that one tells of the end of the prefill. The scheduler half keeps the blocks that are
-written from, and the decode instance those that are written into, until a report is `terminal`: exactly one is, and
-only when no transfer may write any more. A failure is reported at once besides, while one may.
+except of the last command's: that one tells of the end of the prefill. The decode instance keeps the
+blocks that are written into until a report is `terminal`: at most one is, and only when no transfer may write any more.
+A failure is reported at once besides, while one may; then the blocks that are written from are not kept any longer.
 
 No clock, thread or socket in here. See docs/design/push.md.
 """

@@ -4,7 +4,8 @@ It opens up to four (MC_TCP_LANES_PER_PEER) to a peer's data port and has no cal
 kernel closes them there, and here they stay. Whoever meets peer after peer would have no file left at last. But it
 closes one itself when a transfer over it fails, and gives each of some transfers that come together one of those that
 are idle. So a peer that is gone is asked, as often as it has connections, for one byte, which goes to a place of its
-own. Should another process be at that port by now and take that for something, nobody looks at the byte.
+own. Should another process be at that port by now, it refuses an address of memory that it has not registered, and
+nobody looks at the byte of one that it has.
 
 A peer that is left alive is kept in view on its liveness link until its process ends: most say before that they will,
 and are left then.

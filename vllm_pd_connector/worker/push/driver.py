@@ -235,10 +235,11 @@ class Pushes:
             self._obey(command, now)
         except Exception as error:  # one order must not cost the others, which are not handed out again
             logger.exception("an order of the scheduler half failed")
-            begins = isinstance(command, BeginCommand)
-            attempt = command.into.attempt if isinstance(command, BeginCommand) else command.attempt
-            if begins or attempt.hex() in self._pushes:  # one that was forgotten may still write, and is no refusal
-                self._cancel(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT], now)
+            reason = f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT]
+            if isinstance(command, BeginCommand):
+                self._cancel(command.into.attempt, reason, now)
+            elif command.attempt.hex() in self._pushes:  # else it was forgotten, may still write, and is not refused
+                self._cancel(command.attempt, reason, now)
 
     # What becomes of links (`peers.pool.User`)
 

@@ -1,8 +1,9 @@
 """How a decode worker asks a prefill instance to write, and takes it back.
 
 Both messages are repeated until they are answered: `PushInto` until the push is done or has failed, `WithdrawPush`
-until nothing of it can land, the more seldom the longer that takes: who could say so may be gone for ever, and another
-instance have its address. The receive's machine decides; this module sends and reads the answers.
+until nothing of it can land, and the more seldom the longer a worker there is out of sight: who could say so may be
+gone for ever, and another instance have its address. The receive's machine decides; this module sends, and reads what
+is answered.
 
 Only two things prove that nothing lands any more: the word of the life that was asked, and the end of the processes of
 all its workers (`peers.process_watch`), each of which may write. So nothing is asked before all of them are watched,
@@ -261,7 +262,10 @@ class PushRequester:
 
 
 def _patience(active: ActiveReceive, now: float) -> float:
-    """As long again as the end of the push has been asked for: it is heard of at most twice as late as it could be."""
+    """How soon the end of a push is asked for again: soon while all workers there are seen to live, whose push drains;
+    else after as long again as it has been asked for, so that it is heard of at most twice as late as it could be."""
+    if active.watches and all(watch.here for watch in active.watches):
+        return RETRY_S
     return min(max(RETRY_S, now - active.withdrawn_at), SELDOM_S)
 
 
