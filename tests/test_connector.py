@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
-from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model import served
 from vllm_pd_connector.connector import PDConnector
 from vllm_pd_connector.errors import InvalidConfig
 
@@ -37,7 +37,7 @@ def test_who_asks_whether_it_can_sleep_hears_yes():
 
 @pytest.mark.parametrize("follows", [False, True], ids=["nobody tells", "connectors are told"])
 def test_an_engine_whose_caches_go_without_a_word_is_refused(monkeypatch, follows):
-    monkeypatch.setattr(facts, "FOLLOWS_SLEEP", follows)
+    monkeypatch.setattr(served, "FOLLOWS_SLEEP", follows)
     cache: Any = SimpleNamespace()
     asleep = engine(enable_sleep_mode=True)
     for role in () if follows else KVConnectorRole:

@@ -36,6 +36,8 @@ _KEYS: Final = (
     "kv_connector_module_path",
     "kv_connector_extra_config",
 )
+_ENGINE_ID: Final = 500
+"""Characters of a name: messages have 512, and vLLM adds the data-parallel rank."""
 _WITHOUT_EFFECT: Final = {"kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool}
 """Keys that vLLM takes and that do nothing here, so that they stop no instance; and the types that vLLM takes."""
 
@@ -51,8 +53,7 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         if key in document and type(document[key]) is not kind
     ]
     problems += _choice("kv_role", document.get("kv_role"), ROLES)
-    if "engine_id" in document and not isinstance(document["engine_id"], str):
-        problems.append(f"engine_id is {document['engine_id']!r:.60}: it must be a string")
+    problems += _engine_id_problems(document)
     if "kv_connector_extra_config" in document and not isinstance(document["kv_connector_extra_config"], Mapping):
         problems.append(
             f"kv_connector_extra_config is {document['kv_connector_extra_config']!r:.60}: it must be an object"
@@ -76,15 +77,30 @@ def document_notes(document: Mapping[str, Any], environ: Mapping[str, str] = os.
     """What is worth knowing of a configuration in which nothing is wrong: an instance starts with it all the same."""
     notes = [f"{key}: {in_tree.TOP_LEVEL[key]}" for key in _WITHOUT_EFFECT if key in document]
     for role, extra in entries_of(document):
-        config = parse_config(extra)
-        if _listens(config, role) and (misleads := told_wrongly(config.side_channel(0, environ)[0])):
-            notes.append(f"side_channel_host: {misleads}")
+        notes += setting_notes(role, parse_config(extra), environ)
     return list(dict.fromkeys(notes))
+
+
+def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What will not be as it may be meant, of good settings."""
+    notes = []
+    host, _ = config.side_channel(0, environ)
+    others = config.side_channel_keys is not None or config.allow_unauthenticated_peers
+    if _listens(config, role) and (misleads := told_wrongly(host, others)):
+        notes.append(f"side_channel_host: {misleads}")
+    if (port := config.bootstrap(environ)) is not None and (role == "kv_consumer" or not config.pushes):
+        notes.append(
+            f"bootstrap_port: nobody will answer at {port}, since that is for prefill instances whose mode is push or "
+            f"auto, and this is a {role} with {config.mode}"
+        )
+    return notes
 
 
 def early_problems(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with the settings that vLLM has read from its command line."""
-    return [problem for role, extra in entries_of(document) for problem in setting_problems(role, extra)]
+    ours = list(entries_of(document))
+    problems = _engine_id_problems(document) if ours else []
+    return problems + [problem for role, extra in ours for problem in setting_problems(role, extra)]
 
 
 def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
@@ -98,6 +114,15 @@ def is_ours(document: Mapping[str, Any]) -> bool:
     module = document.get("kv_connector_module_path")
     packaged = isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]
     return document.get("kv_connector") == CONNECTOR_NAME or packaged
+
+
+def _engine_id_problems(document: Mapping[str, Any]) -> list[str]:
+    """vLLM draws a name where none is given."""
+    named = document.get("engine_id")
+    if named is None or (isinstance(named, str) and 1 <= len(named) <= _ENGINE_ID):
+        return []
+    what = f"has {len(named)} characters" if isinstance(named, str) else f"is {named!r:.60}"
+    return [f"engine_id {what}: it must be a string of 1 to {_ENGINE_ID}"]
 
 
 def _order_problems(document: Mapping[str, Any]) -> list[str]:

@@ -144,7 +144,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             InvalidConfig: the environment's port is not a number, the port is outside 1..65535, or others could not be
                 told the host.
         """
-        host = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or DEFAULT_SIDE_CHANNEL_HOST
+        host = self.side_channel_host
+        if host is None:  # an empty one is refused: something that was to be put there is not known
+            host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or DEFAULT_SIDE_CHANNEL_HOST
         host = host.removeprefix("[").removesuffix("]")
         if not _HOST.fullmatch(host):
             raise InvalidConfig(

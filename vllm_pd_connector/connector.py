@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector import __version__
+from vllm_pd_connector.checks import setting_notes
 from vllm_pd_connector.compat.base import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -30,6 +31,7 @@ from vllm_pd_connector.compat.early import take_ray_s_address
 from vllm_pd_connector.compat.factory import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts, layouts
 from vllm_pd_connector.compat.model.caches import require_causal
+from vllm_pd_connector.compat.model.served import require_served
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
@@ -79,11 +81,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
-        facts.require_lasting_memory(vllm_config, os.environ)
-        facts.require_served_device(vllm_config)
-        facts.require_caches_alone(vllm_config)
-        facts.require_prefills_that_end(vllm_config)
-        facts.require_steps_that_succeed(vllm_config)
+        require_served(vllm_config)
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         if config.conversations:
             require_causal(kv_cache_config)
@@ -96,6 +94,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
                 *(__version__, facts.vllm_version(), self._kv_transfer_config.kv_role),
                 *(config.mode, config.transport, facts.engine_id(vllm_config)),
             )
+            for note in setting_notes(self._kv_transfer_config.kv_role, config):
+                logger.warning("%s", note)
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:
             facts.share_engine_id(vllm_config)

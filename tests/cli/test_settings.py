@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import ports
-from vllm_pd_connector.checks import early_problems
+from vllm_pd_connector.checks import document_notes, early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
@@ -73,6 +73,9 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer(transport_options={"batch_bytes": 0}), "transport_options.batch_bytes is 0: it must be at least 1"),
         (transfer(transport_options={"progress_interval_us": -1}), "progress_interval_us is -1: it must be at least 1"),
         (transfer() | {"engine_id": 5}, "engine_id is 5: it must be a string"),
+        (transfer() | {"engine_id": ""}, "engine_id has 0 characters: it must be a string of 1 to 500"),
+        (transfer() | {"engine_id": "x" * 501}, "engine_id has 501 characters: it must be a string of 1 to 500"),
+        (transfer(side_channel_host=""), "side_channel_host: '' is no address that others could be told"),
         (transfer() | {"kv_connector_extra_config": None}, "kv_connector_extra_config is None: it must be an object"),
         (several({"kv_connector": "OffloadingConnector"}, transfer()), "PDConnector is number 2; name it first"),
         (several(transfer(), transfer()), "PDConnector is there 2 times"),
@@ -132,6 +135,39 @@ def test_an_address_that_is_everybody_s_own_is_noted(host: str, capsys: pytest.C
     assert note.startswith(f"side_channel_host: other instances are told {host}, which is their own host")
     assert noted(document | {"kv_role": "kv_consumer"}, capsys) == []
     assert noted(transfer(), capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "host", "told"),
+    [
+        ("kv_producer", "pull", None, True),
+        ("kv_producer", "pull", "::1", True),
+        ("kv_consumer", "push", None, True),
+        ("kv_consumer", "pull", None, False),
+        ("kv_producer", "pull", "10.0.0.7", False),
+    ],
+)
+def test_an_address_that_this_host_alone_reaches_is_noted_where_others_are_to_come(
+    role: str, mode: str, host: str | None, told: bool
+) -> None:
+    extra = {"mode": mode} | ({} if host is None else {"side_channel_host": host})
+    document = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    assert document_notes(document, {}) == []
+    extra["allow_unauthenticated_peers"] = True
+    notes = document_notes(document, {})
+    words = f"side_channel_host: other instances are told {host or '127.0.0.1'}, where one on another host asks itself"
+    assert [note.startswith(words) for note in notes] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "told"),
+    [("kv_producer", "pull", True), ("kv_consumer", "push", True), ("kv_both", "auto", False)],
+)
+def test_a_bootstrap_port_at_which_nobody_answers_is_noted(role: str, mode: str, told: bool) -> None:
+    document = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": {"mode": mode}}
+    assert document_notes(document, {}) == []
+    notes = document_notes(document, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "8998"})
+    assert [note.startswith("bootstrap_port: nobody will answer at 8998") for note in notes] == [True] * told
 
 
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import pickle
 import socket
@@ -61,6 +62,39 @@ def test_a_taken_port_is_seen_before_an_engine_starts() -> None:
         assert isinstance(end.value, SystemExit) and isinstance(end.value, argparse.ArgumentTypeError)
         assert end.value.code == str(end.value), "all that is printed where nobody catches it"
         VllmConfig(kv_transfer_config=config)  # asked once: a later one may be made beside the engine that listens
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_cannot_be_served_is_told_before_an_engine_starts(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker would say it when its weights are there."""
+    monkeypatch.setattr(VllmConfig, "__post_init__", lambda made: None)
+    monkeypatch.setattr(KVTransferConfig, "__post_init__", KVTransferConfig.__post_init__.__wrapped__)
+    register()
+    name = "PDConnector" if ours else "NixlConnector"
+    for said, words in [
+        ({"kv_buffer_device": "cuda"}, "kv_buffer_device is cuda, and the caches are on cpu"),
+        ({"kv_connector_extra_config": {"verify": "all"}}, "2 decode-context parallel ranks hold the tokens in turns"),
+    ]:
+        config = KVTransferConfig(kv_connector=name, kv_role="kv_both", **said)
+        parallel = SimpleNamespace(
+            decode_context_parallel_size=2, data_parallel_index=0, data_parallel_size_local=0,
+            data_parallel_backend="mp", node_rank_within_dp=0, enable_fault_tolerance=False,
+            distributed_executor_backend="mp",
+        )  # fmt: skip
+        facts = {"enable_sleep_mode": False, "is_diffusion": False, "multimodal_config": None}
+        made: Any = SimpleNamespace(
+            kv_transfer_config=config, parallel_config=parallel, model_config=SimpleNamespace(**facts),
+            ec_transfer_config=None, aux_output_config=None,
+        )  # fmt: skip
+        with pytest.raises(RefusedStart, match=words) if ours else contextlib.nullcontext():
+            VllmConfig.__post_init__(made)
+
+
+def test_a_name_that_messages_cannot_hold_is_refused() -> None:
+    with pytest.raises(RefusedStart, match="engine_id has 501 characters: it must be a string of 1 to 500"):
+        KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id="x" * 501)
+    KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id="x" * 500)
+    KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", engine_id="x" * 501)
 
 
 def test_a_process_that_was_given_its_configuration_asks_nothing() -> None:

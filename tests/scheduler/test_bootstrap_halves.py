@@ -9,11 +9,21 @@ import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.support.ports import free_port
-from tests.support.scheduler.halves import abort, allocate, make_half, make_request, receive_of, serving_half, until
+from tests.support.scheduler.halves import (
+    abort,
+    allocate,
+    hand_over,
+    make_half,
+    make_request,
+    receive_of,
+    serving_half,
+    until,
+)
 from tests.support.scheduler.push_halves import concurrent, digest_of, step
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import PushFrom
@@ -264,3 +274,26 @@ def test_an_engine_registers_on_its_own_host_only_if_the_first_engine_is_there(m
     half, _ = serving_half("kv_producer", parallel=ranks, **changes)
     half.shutdown()
     assert leaders == [[HostPort(host, 8998) for host in asked]]
+
+
+@pytest.mark.parametrize("way", ["an answer", "both legs at once", "a bootstrap address"])
+def test_a_prefill_of_another_instance_with_the_name_of_this_one_fails_with_the_reason(way: str) -> None:
+    """Decode alone makes no prefills, so one of its own is another instance's of the same name; it was computed again
+    without a word."""
+    port = free_port()
+    prefill, _ = serving_half("kv_producer", mode="push", bootstrap_port=port)
+    half, pool = serving_half("kv_consumer", mode="push")
+    half.consumer.sources.home = msgspec.structs.replace(half.consumer.sources.home, engine_id="kv_producer-0")
+    if way == "an answer":
+        request = make_request("d-1", hand_over(prefill))
+    elif way == "both legs at once":
+        request = make_request("d-1", concurrent(prefill.producer.home.port, transfer_id="t-1"))
+    else:
+        request = make_request("d-1", bootstrapped(port))
+    half.on_new_request(request)
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
+    allocate(half, pool, request)
+    [receive] = step(half).receives
+    assert receive.source.reason.startswith("remote_engine_id: it is this instance's own engine_id, and kv_role is")
+    kind = "Release" if way == "an answer" else "DeclinePush"
+    until(lambda: prefill.producer._server.counts().get(kind) == 1, "the word that nothing is needed")

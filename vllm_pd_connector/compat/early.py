@@ -82,6 +82,7 @@ def check_early(
         for said in asked:
             _refuse(_replaced(said, transfer.kv_connector) if extras(said) else [])
             _refuse(ports(_document(transfer), _engines(made.parallel_config)))
+            _refuse(_unserved(made, extras(said)))
         if found := extras(_document(transfer)):
             tell_of_refused_streams()
             _tell_ray_s_workers(found, made, os.environ)
@@ -93,7 +94,7 @@ def check_early(
 
 
 def _document(transfer: Any) -> Document:
-    keys = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
+    keys = ("kv_connector", "kv_role", "engine_id", "kv_connector_module_path", "kv_connector_extra_config")
     return {key: getattr(transfer, key) for key in keys}
 
 
@@ -106,6 +107,20 @@ def _replaced(said: Document, connector: str) -> list[str]:
         return []
     taken = f"--kv-offloading-size puts {connector} in the place of {said['kv_connector']}, and nothing is handed over"
     return [f"{taken}: leave it out, and put {connector} behind PDConnector in a MultiConnector"]
+
+
+def _unserved(made: Any, extras: list[Any]) -> list[str]:
+    """What this vLLM is to do that the connector cannot serve; each engine would say so when its weights are there."""
+    from vllm_pd_connector.compat.model.served import require_served, require_whole_shares
+
+    try:
+        for extra in extras:
+            require_whole_shares(extra.get("verify", "off"), made.parallel_config.decode_context_parallel_size)
+        if extras and made.model_config is not None:
+            require_served(made)
+    except InvalidConfig as error:
+        return [str(error)]
+    return []
 
 
 def take_ray_s_address(config: VllmConfig, environ: MutableMapping[str, str]) -> None:

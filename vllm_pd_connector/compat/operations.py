@@ -174,7 +174,7 @@ def _watch_weights(core: Any, operator: Operator) -> None:
 
 def _require_lasting_caches(core: Any) -> None:
     """Refuse to give away memory that a transport has registered and is not told of, as where sleep mode is enabled
-    (`facts.require_lasting_memory`): vLLM asks nobody whether it is, and the allocator alone is enough.
+    (`served.require_lasting_memory`): vLLM asks nobody whether it is, and the allocator alone is enough.
 
     Raises:
         RuntimeError: this vLLM tells connectors nothing, and the caches' memory would go.

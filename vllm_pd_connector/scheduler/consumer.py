@@ -89,7 +89,7 @@ class Consumer:
         self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
-        self._used, self.computed = Used(), Computed()
+        self._used, self.computed = Used(), Computed(self.sources.prefills)
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import first_lacking
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import draw_attempt
 from vllm_pd_connector.observability.stats import ComputedHere
@@ -99,10 +100,21 @@ class Computed:
     """Requests that bring good parameters, and for which nothing is loaded: vLLM computes what its prefix cache lacks.
     `counted` since somebody took them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefills: bool) -> None:
+        self._prefills = prefills
         self.counted: Counter[ComputedHere] = Counter()
 
     def here(self, request: Request, reason: ComputedHere) -> None:
+        """Load nothing for a request.
+
+        Raises:
+            ProtocolError: its prefill is said to be this instance's own, which makes none.
+        """
+        if reason is ComputedHere.OWN and not self._prefills:
+            raise ProtocolError(
+                "remote_engine_id: it is this instance's own engine_id, and kv_role is kv_consumer here, which makes "
+                "no prefills: two instances have one engine_id in their --kv-transfer-config; give each its own"
+            )
         self.counted[reason] += 1
         why, name = _NOT_LOADED[reason], request.request_id
         logger.info("request %s: %s: nothing is loaded, what the prefix cache lacks is computed", name, why)

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """See the module. `home` is where this instance's manifests are, None before they are served; `loads`: whether it
-    takes decode requests."""
+    """See the module. `home` is where this instance's manifests are, None before they are served; `loads` and
+    `prefills`: whether it takes such requests."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters):
         self._names = adapters.name_of, media_names(vllm_config)
         self.home: InstanceAddress | None = None
         self._config = config
-        self._prefills = vllm_config.kv_transfer_config.is_kv_producer
+        self.prefills = vllm_config.kv_transfer_config.is_kv_producer
         self.loads = bool(vllm_config.kv_transfer_config.is_kv_consumer)
         self._keys = keys_of(config)
         self._secret = config.secret()
@@ -112,7 +112,7 @@ class Sources:
         """
         if not self._config.conversations:
             raise ProtocolError("conversations: not set here, so nothing is read from decode instances")
-        if not self._prefills:  # its workers may be unable to read at all
+        if not self.prefills:  # its workers may be unable to read at all
             raise ProtocolError("kv_role: kv_consumer here: send turns to a prefill instance, which reads them")
         if not is_named_alone(params := transfer_params(request)):
             return None

@@ -362,8 +362,8 @@ class SideChannelServer:
         if engine_id != self._engine_id:
             return m.Failure(
                 m.FailureCode.FOREIGN_ENGINE,
-                f"engine_id: {engine_id!r} asked for, {self._engine_id!r} here; the prefill instance at this address "
-                "was replaced, or two instances share it",
+                f"engine_id: {engine_id!r} asked for, {self._engine_id!r} here; the instance at this address was "
+                "replaced, two instances share it, or it leads back to the host of who asks (side_channel_host)",
             )
         if self._manifests is None:
             return m.Failure(

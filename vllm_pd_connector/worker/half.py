@@ -22,6 +22,7 @@ from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logge
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
 from vllm_pd_connector.compat.model.announced import announced_layers, states_settled
 from vllm_pd_connector.compat.model.layers import settle_scales
+from vllm_pd_connector.compat.model.served import require_whole_shares
 from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.geometry.validate import validate
@@ -320,8 +321,8 @@ class WorkerHalf:
 
 
 def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
-    """Checksums fold all tokens of a request into one number, which ranks with a share of them cannot make; and of
-    opaque pages nobody knows the elements (`geometry.checksums.digest`).
+    """Of opaque pages nobody knows the elements (`geometry.checksums.digest`), and ranks may hold a share of the tokens
+    alone.
 
     Raises:
         InvalidConfig: receives are to be verified, and tokens are interleaved over ranks or all pages are opaque (those
@@ -329,11 +330,7 @@ def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
     """
     if config.verify == "off":
         return
-    if (size := max(group.share.size for group in manifest.groups)) > 1:
-        raise InvalidConfig(
-            f'verify: "{config.verify}" here, but {size} decode-context parallel ranks hold the tokens in turns, whose '
-            'checksums this version cannot compare; set verify to "off", or --decode-context-parallel-size to 1'
-        )
+    require_whole_shares(config.verify, max(group.share.size for group in manifest.groups))
     opaque = [tensor for tensor in manifest.tensors if tensor.opaque]
     if opaque and len(opaque) == len(manifest.tensors) and manifest.parallel.pp_size == 1:
         raise InvalidConfig(

@@ -58,6 +58,20 @@ def test_prefills_that_are_waited_for_are_kept_in_few_messages_to_those_who_have
     assert len(sent) == 3 and tried._prefills_due == float("inf")
 
 
+@pytest.mark.parametrize(("own", "every"), [(120.0, 10.0), (30.0, 10.0), (6.0, 2.0)])
+def test_a_prefill_is_kept_for_a_side_that_gives_shorter_leases_than_this_one(monkeypatch, own, every):
+    """What lease it will get is not known; it was lost after 30 s where decode alone was told 120."""
+    now, sent = [0.0], []
+    monkeypatch.setattr(lease_renewer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = lease_renewer.LeaseRenewer(None, own)
+    tried._client = SimpleNamespace(send=lambda address, request, _: sent.append(now[0]), receive=list)
+    tried._add_prefill("d-1", lambda: "tcp://a", PrefillRef("t-1", None))
+    for second in range(1, 61):
+        now[0] = float(second)
+        tried._turn()
+    assert sent == [every * i for i in range(1, int(60 / every) + 1)]
+
+
 def test_an_instance_that_ends_declines_the_prefills_that_it_kept():
     sent: list[Any] = []
     tried = lease_renewer.LeaseRenewer(None, 30.0)

@@ -39,6 +39,8 @@ and renewals without a pause would take the engine's core from it and flood the 
 FIRST_RENEWAL_S = 2.0
 """A lease is renewed after so long at the latest where its request still queues: how old it was when its parameters
 came here, nobody has said. Most requests are read before, without one."""
+UNKNOWN_S = 30.0
+"""The lease that prefill instances give where they are not told another (`Config.kv_lease_duration`)."""
 REPLY_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 2.0
 """How long a request waits to hear whether a lease is held that it can do without."""
@@ -53,12 +55,13 @@ class LeaseRenewer:
 
     Args:
         lease_seconds: of this instance; the prefill side should have the same. A prefill that has no lease yet, or
-            whose lease is not known here, is kept as often as one of that duration is.
+            whose lease is not known here, is kept as often as one of that duration is, or of UNKNOWN_S if that is
+            less: what lease the prefill side gives is not known.
     """
 
     def __init__(self, keys: Keys | None, lease_seconds: float):
         self._keys = keys
-        self._interval = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
+        self._interval = max(min(lease_seconds, UNKNOWN_S) / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
         self._prefills: dict[str, tuple[Callable[[], str | None], PrefillRef, float]] = {}
         self._prefills_due = math.inf
         self._commands: deque[Callable[[], object]] = deque()

@@ -213,17 +213,23 @@ def admits(keys: Keys | None, host: str) -> str:
     else:
         who = "every process of this host" if is_loopback(host) else "every host that reaches it"
         who = f"for {who}: side_channel_keys is not set"
-    return f"{who}; {misleads}" if (misleads := told_wrongly(host)) else who
+    return who
 
 
-def told_wrongly(host: str) -> str:
-    """Why others do not find a side channel at the address that they are told; empty where they do."""
+def told_wrongly(host: str, others: bool) -> str:
+    """Why those on other hosts, if there are to be `others`, do not find a side channel at the address that they are
+    told; empty where they do."""
     with contextlib.suppress(ValueError):  # a name
         if ipaddress.ip_address(host).is_unspecified:
             return (
                 f"other instances are told {host}, which is their own host: set side_channel_host to an address of "
                 "this one, unless a router puts that in its place"
             )
+    if others and is_loopback(host):
+        return (
+            f"other instances are told {host}, where one on another host asks itself: set side_channel_host to an "
+            "address of this one that they reach, unless all are here"
+        )
     return ""
 
 
