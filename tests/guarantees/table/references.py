@@ -146,7 +146,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a decode instance reads no turns",
-        "Sources", "if not self._prefills:", "if False:",
+        "Sources", "if not self.prefills:", "if False:",
         "test_a_decode_instance_reads_no_turns[one step-push]",
     ),
     Guarantee(
