@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,30 @@ def test_a_single_token_is_computed_by_decode():
     request = new_prompt("d-1", json.loads(json.dumps(params)), [7])
     consumer.on_new_request(request)
     assert consumer.num_matched_tokens(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "drafts", "kept"),
+    [
+        (state("none"), None, True),
+        (state("none"), "ngram", False),
+        (state("align"), "ngram", False),
+        (state("align", scratch=2), "ngram", False),
+        (FULL, "ngram", True),
+        (
+            CircularBufferSpec(
+                block_size=4, num_kv_heads=2, head_size=128, head_size_v=0, dtype=torch.bfloat16, dcp_sharded=False
+            ),
+            "ngram",
+            True,
+        ),
+    ],
+    ids=["no drafts", "none", "align", "scratch blocks", "attention", "a ring"],
+)
+def test_a_state_that_drafts_have_advanced_is_kept_for_no_next_turn(spec: Any, drafts: str | None, kept: bool) -> None:
+    """RecoverSSM takes all drafts that were right into its one state, and has no scratch blocks; vLLM 0.33 counts those
+    back that the answer does not take, so the numbers do not tell."""
+    speculative = None if drafts is None else SimpleNamespace(method=drafts)
+    half, _ = make_half("kv_consumer", spec=(FULL, spec), speculative=speculative, conversations=True)
+    request = make_request("c-1", None, num_tokens=len(PROMPT) + 1)
+    assert (half.producer.lending.why_not(request) == "") is kept

@@ -155,6 +155,11 @@ GUARANTEES = [
         "test_a_change_of_any_field_that_is_read_names_another_lease",
     ),
     Guarantee(
+        "a state that drafts may have taken further than the answer is not offered",
+        "Lending", "if self._advanced:", "if False:",
+        "test_a_state_that_drafts_have_advanced_is_kept_for_no_next_turn[none]",
+    ),
+    Guarantee(
         "a state that a step under way takes further is not offered",
         "Lending", "if self._states and steps_beyond(request, known_tokens(request)):", "if False:",
         "test_what_a_step_under_way_computes_is_not_offered[overlapping steps-states]",

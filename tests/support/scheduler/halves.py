@@ -63,10 +63,11 @@ def make_half(
     spec: Any = FULL,
     parallel: Mapping[str, Any] | None = None,
     media: Any = None,
+    speculative: Any = None,
     **changes: Any,
 ) -> tuple[SchedulerHalf, BlockPool]:
     """A scheduler half with a real block pool; `role` is a `kv_role`, `spec` that of each group, `media`
-    vLLM's MultiModalConfig of an engine without prefix caching."""
+    vLLM's MultiModalConfig of an engine without prefix caching, `speculative` its SpeculativeConfig."""
     specs = spec if isinstance(spec, tuple) else (spec,)
     alone = {
         "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1",
@@ -89,7 +90,7 @@ def make_half(
             model_config=SimpleNamespace(is_mm_prefix_lm=False, uses_mrope=False, multimodal_config=media),
             cache_config=SimpleNamespace(enable_prefix_caching=False),
             ec_transfer_config=None,
-            speculative_config=None,
+            speculative_config=speculative,
         ),
         SimpleNamespace(
             transfer_group_ids=tuple(range(len(specs))),

@@ -58,6 +58,18 @@ def state_groups(config: KVCacheConfig) -> dict[int, StateGroup]:
     }
 
 
+def advanced_by_drafts(vllm_config: VllmConfig, config: KVCacheConfig) -> bool:
+    """Whether a finished request's state may stand behind its last token, which its numbers do not tell: workers take
+    every draft that was right into it, and know nothing of where the answer is cut. Scratch blocks are no sign, since
+    RecoverSSM has none. In a ring later tokens leave those before them.
+
+    Source: vLLM 0.33, `Scheduler._update_request_with_output` (which also counts back what it cut; 0.32 does not),
+    `RecoverSSMState.commit_step`.
+    """
+    specs = [representative(group.kv_cache_spec) for group in config.transfer_groups]
+    return vllm_config.speculative_config is not None and any(isinstance(spec, MambaSpec) for spec in specs)
+
+
 def _state_group(spec: MambaSpec | CircularBufferSpec) -> StateGroup:
     if isinstance(spec, CircularBufferSpec):  # one block, in which a request's latest tokens take turns
         return StateGroup(0, 0)

@@ -20,7 +20,7 @@ from vllm_pd_connector.compat.blocks import media_names
 from vllm_pd_connector.compat.conversations import is_text, known_tokens, prefix_digests, steps_beyond
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import group_block_tokens, group_kinds, group_windows
-from vllm_pd_connector.compat.model.recurrent import state_groups
+from vllm_pd_connector.compat.model.recurrent import advanced_by_drafts, state_groups
 from vllm_pd_connector.geometry.bind import prefix_behind
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.params.conversation import Prefix, prefix_lengths
@@ -65,6 +65,7 @@ class Lending:
         self._kinds = group_kinds(kv_cache_config)
         self._windows = group_windows(kv_cache_config)
         self._drafts = facts.drafts_with_caches(vllm_config)
+        self._advanced = advanced_by_drafts(vllm_config, kv_cache_config)
 
     def why_not(self, request: Request) -> str:
         """Why a finished request's caches cannot be kept for a next turn; empty if they can."""
@@ -81,8 +82,8 @@ class Lending:
                 "its recurrent state goes on behind the last known token: a step was under way when it ended. Without "
                 "overlapping steps (vllm serve --no-async-scheduling) such turns are kept"
             )
-        if any(group.scratch for group in self._states.values()):
-            return "its recurrent state is that of drafts"
+        if self._advanced:
+            return "its recurrent state may be that of drafts which the answer did not take"
         return ""
 
     def not_kept(self, request_id: str, why: str) -> None:
