@@ -46,11 +46,14 @@ def test_an_engine_whose_caches_go_without_a_word_is_refused(monkeypatch, follow
     PDConnector(asleep if follows else engine(enable_sleep_mode=False), KVConnectorRole.WORKER, cache).shutdown()
 
 
-def test_caches_in_memory_that_moves_stop_the_engine_by_either_name(monkeypatch):
-    """vLLM looks at the older name of the variable alone."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native,expandable_segments:True")
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_caches_in_memory_that_moves_stop_the_engine_by_each_name(monkeypatch, name):
+    """vLLM looks at one name of the variable alone; PyTorch takes the first that is set."""
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "backend:native, expandable_segments: True")
     for role in KVConnectorRole:
-        with pytest.raises(InvalidConfig, match="PYTORCH_ALLOC_CONF: expandable_segments:True"):
+        with pytest.raises(InvalidConfig, match=f"{name}: expandable_segments:True"):
             PDConnector(engine(enable_sleep_mode=False), role, SimpleNamespace())
     own_pool = engine(enable_sleep_mode=False, enable_cumem_allocator=True)
     PDConnector(own_pool, KVConnectorRole.WORKER, SimpleNamespace()).shutdown()

@@ -143,6 +143,13 @@ def test_nothing_runs_on_the_forwards_stream_and_nobody_waits_for_one(gpus: Gpus
     assert None not in gpus.launches, "the stream that nobody chose is the forward's"
 
 
+def test_a_worker_that_wakes_up_takes_no_new_streams(gpus: Gpus) -> None:
+    """PyTorch has 32 of a GPU, and hands out vLLM's own again behind them."""
+    first, second = CudaCopier(0), CudaCopier(0)
+    assert first._stream is second._stream and first._blanks is second._blanks
+    assert first._stream is not first._blanks, "blanks are waited for"
+
+
 @pytest.mark.parametrize("launch", [None, by_torch], ids=["kernel", "torch"])
 def test_copies_are_done_when_their_event_has_passed(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, launch) -> None:  # type: ignore[no-untyped-def]
     memory = np.zeros(4096, dtype=np.uint8)

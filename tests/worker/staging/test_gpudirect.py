@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.worker.staging import gpudirect
@@ -85,4 +86,15 @@ def test_a_machine_without_cuda_is_said_once(monkeypatch: pytest.MonkeyPatch, ca
     gpudirect.flusher.cache_clear()
     assert [gpudirect.flusher(3) for _ in range(2)] == [nothing, nothing]
     assert caplog.text.count("libcuda-of-no-machine.so.1 cannot be loaded") == 1
+    gpudirect.flusher.cache_clear()
+
+
+def test_a_gpu_of_amd_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its driver has no call, and vLLM waits there, too: a state's page was read by who had it before."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    gpudirect.flusher.cache_clear()
+    gpudirect.flusher(3)()
+    assert waited == [3]
     gpudirect.flusher.cache_clear()

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm_pd_connector.compat.types import VllmConfig
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
 def require_served(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse what this connector cannot serve.
 
@@ -48,18 +51,19 @@ def require_whole_shares(verify: str, size: int) -> None:
 def require_lasting_memory(config: VllmConfig, environ: Mapping[str, str]) -> None:
     """Refuse vLLM's sleep mode where nobody tells when: an engine that wakes up has its caches in other memory under
     the same addresses, and what a transport registered before still names the former. And PyTorch's expandable
-    segments, whose memory moves likewise: vLLM refuses them for every connector, by the older of their two names alone.
+    segments, whose memory moves likewise: vLLM refuses them for every connector, by one of three names alone.
 
     Raises:
         InvalidConfig: sleep mode is enabled, and this vLLM does not tell; or the segments are, for vLLM's caches.
 
-    Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode` and
-    calls `unregister_kv_caches` and `restore_kv_caches`.
+    Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`, `device_allocator/alloc_conf.py`;
+    0.33 asks `supports_sleep_mode` and calls `unregister_kv_caches` and `restore_kv_caches`.
     """
-    expandable = "expandable_segments:True" in environ.get("PYTORCH_ALLOC_CONF", "")
+    name = next((name for name in _ALLOCATOR if environ.get(name)), _ALLOCATOR[0])  # the first is PyTorch's choice
+    expandable = "expandable_segments:True" in environ.get(name, "").replace(" ", "")
     if expandable and not config.model_config.enable_cumem_allocator:  # which has a pool without them for the caches
         raise InvalidConfig(
-            "PYTORCH_ALLOC_CONF: expandable_segments:True lets the caches' memory move while transports have it "
+            f"{name}: expandable_segments:True lets the caches' memory move while transports have it "
             "registered, as vLLM says of PYTORCH_CUDA_ALLOC_CONF; leave it out, or serve with --enable-cumem-allocator"
         )
     if config.model_config.enable_sleep_mode and not FOLLOWS_SLEEP:

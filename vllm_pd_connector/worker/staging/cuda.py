@@ -101,7 +101,7 @@ class CudaCopier:
 
         self._torch = torch
         self._device = torch.device("cuda", device_id)
-        self._stream, self._blanks = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._stream, self._blanks = stream_for("copies", device_id), stream_for("blanks", device_id)
         self._flush = flusher(device_id)
         self._held: dict[str, int] = {}
         self._launch = launch or self._compiled()
@@ -152,7 +152,9 @@ class CudaCopier:
 
 
 @functools.cache
-def _stream_for_rows(device_id: int) -> Any:
+def stream_for(use: str, device_id: int) -> Any:
+    """One stream of a GPU for each use, for good. PyTorch hands out 32 in turns and takes none back: who made new ones
+    with each waking would get vLLM's own in the end, and copies would wait for forwards."""
     import torch
 
     return torch.cuda.Stream(torch.device("cuda", device_id))
@@ -165,7 +167,7 @@ def device_rows(address: int, stride: int, length: int, rows: NDArray[np.int64],
     count = int(rows.max()) + 1 if len(rows) else 0
     array = ArrayAt(address, "|u1", (count, length), (stride, 1))
     device = torch.device("cuda", device_id)
-    with torch.cuda.stream(_stream_for_rows(device_id)):
+    with torch.cuda.stream(stream_for("rows", device_id)):
         picked = torch.as_tensor(array, device=device)[torch.as_tensor(rows, device=device)]
         found: NDArray[np.uint8] = picked.cpu().numpy()
     return found

@@ -6,7 +6,12 @@ inside the receiving machine. Most GPUs order such writes before work that is la
 the driver has a call that returns when all of them are visible. So the receiving worker asks the GPU once, and makes
 that call, if it is needed, where it learns of an end and before it lets anybody look.
 
-Source: CUDA driver API, `cuFlushGPUDirectRDMAWrites` and the attributes of a device from 116 to 118 (CUDA 11.3 on).
+AMD's driver has no such call and says nothing. There the GPU is waited for: a kernel that is launched later begins with
+caches that do not hold what lay there before. A state's page is such a place, which its former request read in each
+step.
+
+Source: CUDA driver API, `cuFlushGPUDirectRDMAWrites` and the attributes of a device from 116 to 118 (CUDA 11.3 on);
+vLLM 0.32, `_sync_device_after_direct_recv` of `nixl/base_worker.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +49,10 @@ def flusher(device_id: int) -> Callable[[], None]:
     The call raises TransferError when the driver refuses. Where it is not known whether the GPU needs one, that is
     logged, and nothing is called.
     """
+    import torch
+
+    if torch.version.hip is not None:
+        return functools.partial(torch.cuda.synchronize, device_id)
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
