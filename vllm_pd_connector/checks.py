@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +39,7 @@ _KEYS: Final = (
 )
 _ENGINE_ID: Final = 500
 """Characters of a name: messages have 512, and vLLM adds the data-parallel rank."""
+_RANK: Final = re.compile(r"_dp\d+$")
 _WITHOUT_EFFECT: Final = {"kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool}
 """Keys that vLLM takes and that do nothing here, so that they stop no instance; and the types that vLLM takes."""
 
@@ -119,7 +121,7 @@ def is_ours(document: Mapping[str, Any]) -> bool:
 def _engine_id_problems(document: Mapping[str, Any]) -> list[str]:
     """vLLM draws a name where none is given."""
     named = document.get("engine_id")
-    if named is None or (isinstance(named, str) and 1 <= len(named) <= _ENGINE_ID):
+    if named is None or (isinstance(named, str) and 1 <= len(_RANK.sub("", named)) <= _ENGINE_ID):
         return []
     what = f"has {len(named)} characters" if isinstance(named, str) else f"is {named!r:.60}"
     return [f"engine_id {what}: it must be a string of 1 to {_ENGINE_ID}"]

@@ -31,7 +31,7 @@ from vllm_pd_connector.compat.early import take_ray_s_address
 from vllm_pd_connector.compat.factory import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts, layouts
 from vllm_pd_connector.compat.model.caches import require_causal
-from vllm_pd_connector.compat.model.served import require_served
+from vllm_pd_connector.compat.model.served import require_served, require_served_device
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
@@ -82,6 +82,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         require_served(vllm_config)
+        require_served_device(vllm_config)
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         if config.conversations:
             require_causal(kv_cache_config)

@@ -88,12 +88,16 @@ def test_what_cannot_be_served_is_told_before_an_engine_starts(ours: bool, monke
         )  # fmt: skip
         with pytest.raises(RefusedStart, match=words) if ours else contextlib.nullcontext():
             VllmConfig.__post_init__(made)
+    made.kv_transfer_config = beside = several({"kv_role": "kv_both"})
+    beside.kv_buffer_device = "cuda"  # which no connector of several is given
+    VllmConfig.__post_init__(made)
 
 
 def test_a_name_that_messages_cannot_hold_is_refused() -> None:
     with pytest.raises(RefusedStart, match="engine_id has 501 characters: it must be a string of 1 to 500"):
         KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id="x" * 501)
-    KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id="x" * 500)
+    for named in ("x" * 500, f"{'x' * 500}_dp17"):  # as vLLM names the engines of data parallelism
+        KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id=named)
     KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", engine_id="x" * 501)
 
 

@@ -110,14 +110,17 @@ def _replaced(said: Document, connector: str) -> list[str]:
 
 
 def _unserved(made: Any, extras: list[Any]) -> list[str]:
-    """What this vLLM is to do that the connector cannot serve; each engine would say so when its weights are there."""
-    from vllm_pd_connector.compat.model.served import require_served, require_whole_shares
+    """What this vLLM is to do that the connector cannot serve; each engine would say so when its weights are there. The
+    buffers' device is not asked for within a MultiConnector, which gives each connector that of its own entry."""
+    from vllm_pd_connector.compat.model.served import require_served, require_served_device, require_whole_shares
 
     try:
         for extra in extras:
             require_whole_shares(extra.get("verify", "off"), made.parallel_config.decode_context_parallel_size)
         if extras and made.model_config is not None:
             require_served(made)
+            if made.kv_transfer_config.kv_connector != "MultiConnector":
+                require_served_device(made)
     except InvalidConfig as error:
         return [str(error)]
     return []

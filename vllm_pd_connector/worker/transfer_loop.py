@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.peers.auto_mode import AutoMode
@@ -185,7 +186,8 @@ class TransferLoop:
         ending.callback(self._processes.close)  # last: nothing lands any more
         self._transport = self._make_transport()
         ending.callback(self._transport.close)
-        self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
+        states = any(group.kind is GroupKind.STATE for group in self._manifest.groups)
+        self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes, states=states)
         if self._config.mode == "auto" or self._push is not None:
             self._scratch = self._stager.copier.allocate(SCRATCH_BYTES, "the self-test")
         scratch = () if self.scratch is None else (self.scratch,)

@@ -89,12 +89,19 @@ def test_a_machine_without_cuda_is_said_once(monkeypatch: pytest.MonkeyPatch, ca
     gpudirect.flusher.cache_clear()
 
 
-def test_a_gpu_of_amd_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_amd_is_waited_for_where_there_are_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its driver has no call, and vLLM waits there, too: a state's page was read by who had it before."""
     waited: list[int] = []
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     gpudirect.flusher.cache_clear()
-    gpudirect.flusher(3)()
-    assert waited == [3]
+    gpudirect.flusher(3, states=True)()
+    assert waited == [3] and gpudirect.flusher(3) is nothing
+
+    def broken(device_id: int) -> None:
+        raise RuntimeError("HIP error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(TransferError, match="may not be visible: GPU 3: HIP error"):
+        gpudirect.flusher(3, states=True)()
     gpudirect.flusher.cache_clear()

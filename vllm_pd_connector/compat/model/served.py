@@ -23,13 +23,13 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def require_served(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse what this connector cannot serve.
+    """Refuse what this connector cannot serve beside whatever other connectors; `require_served_device` is of its own
+    entry.
 
     Raises:
         InvalidConfig: the first of the reasons below.
     """
     require_lasting_memory(config, environ)
-    require_served_device(config)
     require_caches_alone(config)
     require_prefills_that_end(config)
     require_steps_that_succeed(config)

@@ -36,10 +36,13 @@ _PAGE = 4096
 _SMALL_ITEM = 16
 
 
-def copier_for(segments: Sequence[Segment], *, copies: bool = True) -> Copier:
-    """The copier for caches in these segments, which lie on one device; `copies`: that `begin` will be called."""
+def copier_for(segments: Sequence[Segment], *, copies: bool = True, states: bool = False) -> Copier:
+    """The copier for caches in these segments, which lie on one device; `copies`: that `begin` will be called;
+    `states`: that there are recurrent states among the caches."""
     device = next((segment for segment in segments if segment.device != "cpu"), None)
-    return CpuCopier() if device is None else CudaCopier(device.device_id, None if copies else by_torch)
+    if device is None:
+        return CpuCopier()
+    return CudaCopier(device.device_id, None if copies else by_torch, states=states)
 
 
 class _Now:

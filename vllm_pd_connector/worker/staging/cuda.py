@@ -1,4 +1,4 @@
-"""Strided copies on a GPU, in streams of our own: the forward's is neither used nor waited for.
+"""Strided copies on a GPU, in streams of our own: the forward's is neither used nor waited for (but see `gpudirect`).
 
 A chunk's copies are one kernel over an array of descriptors (`kernel`), which Triton compiles when the worker starts.
 Where it cannot, torch makes them one by one, with the same bytes; that is said once, since it costs the transfer thread
@@ -94,15 +94,16 @@ class CudaCopier:
     Args:
         device_id: as this process numbers it.
         launch: how to copy; None for the kernel, or torch where that cannot be had.
+        states: whether the model has recurrent ones.
     """
 
-    def __init__(self, device_id: int, launch: Launcher | None = None) -> None:
+    def __init__(self, device_id: int, launch: Launcher | None = None, *, states: bool = False) -> None:
         import torch
 
         self._torch = torch
         self._device = torch.device("cuda", device_id)
         self._stream, self._blanks = stream_for("copies", device_id), stream_for("blanks", device_id)
-        self._flush = flusher(device_id)
+        self._flush = flusher(device_id, states)
         self._held: dict[str, int] = {}
         self._launch = launch or self._compiled()
 

@@ -6,9 +6,8 @@ inside the receiving machine. Most GPUs order such writes before work that is la
 the driver has a call that returns when all of them are visible. So the receiving worker asks the GPU once, and makes
 that call, if it is needed, where it learns of an end and before it lets anybody look.
 
-AMD's driver has no such call and says nothing. There the GPU is waited for: a kernel that is launched later begins with
-caches that do not hold what lay there before. A state's page is such a place, which its former request read in each
-step.
+AMD's driver has no such call and says nothing. There, as vLLM's own connector does, the GPU is waited for where a model
+has recurrent states, whose pages a former request read and wrote in each step. That takes what its steps take.
 
 Source: CUDA driver API, `cuFlushGPUDirectRDMAWrites` and the attributes of a device from 116 to 118 (CUDA 11.3 on);
 vLLM 0.32, `_sync_device_after_direct_recv` of `nixl/base_worker.py`.
@@ -42,9 +41,9 @@ def nothing() -> None:
 
 
 @functools.cache
-def flusher(device_id: int) -> Callable[[], None]:
+def flusher(device_id: int, states: bool = False) -> Callable[[], None]:
     """What to call after a network device wrote into this GPU, numbered as this process sees it, and before anything
-    is launched that reads it. In a thread whose current device it is.
+    is launched that reads it; `states`: of a model that has recurrent ones. In a thread whose current device it is.
 
     The call raises TransferError when the driver refuses. Where it is not known whether the GPU needs one, that is
     logged, and nothing is called.
@@ -52,7 +51,7 @@ def flusher(device_id: int) -> Callable[[], None]:
     import torch
 
     if torch.version.hip is not None:
-        return functools.partial(torch.cuda.synchronize, device_id)
+        return functools.partial(_wait_for, device_id) if states else nothing
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
@@ -75,6 +74,15 @@ def flusher_of(driver: Any, device_id: int) -> Callable[[], None]:
         return _unknown(device_id, "it orders them for nobody, and its driver has no call that waits for them")
     logger.info("GPU %d is told to wait for what network devices wrote into it", device_id)
     return functools.partial(_flush, driver)
+
+
+def _wait_for(device_id: int) -> None:
+    import torch
+
+    try:
+        torch.cuda.synchronize(device_id)
+    except RuntimeError as error:
+        raise TransferError(f"what was received may not be visible: GPU {device_id}: {error}") from error
 
 
 def _flush(driver: Any) -> None:

@@ -68,6 +68,7 @@ class Stager:
     Args:
         segments: of the caches; the staging buffer lies on their device.
         length: bytes of the staging buffer, 0 for none.
+        states: whether there are recurrent states among the caches.
 
     `copier` is for the caches' device.
 
@@ -75,11 +76,11 @@ class Stager:
         TransferError: the device has no memory for the staging buffer.
     """
 
-    def __init__(self, transport: Transport, segments: Sequence[Segment], length: int) -> None:
+    def __init__(self, transport: Transport, segments: Sequence[Segment], length: int, *, states: bool = False) -> None:
         self._transport = transport
         # A chunk of the largest size must fit beside the gaps that smaller ones leave.
         self.chunk_bytes = length // CHUNKS_PER_BUFFER // ALIGNMENT * ALIGNMENT
-        self.copier: Copier = copier_for(segments, copies=self.chunk_bytes > 0)
+        self.copier: Copier = copier_for(segments, copies=self.chunk_bytes > 0, states=states)
         self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
         self.staging = StagingBuffer(length if self._memory else 0)
         self._streams: list[Stream] = []
