@@ -141,3 +141,19 @@ def test_it_has_as_many_files_as_the_hard_limit_allows_whoever_started_the_proce
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"), [({}, 0), ({"allow_unauthenticated_peers": True, "bootstrap_port": 8998}, 2)]
+)
+def test_what_will_not_be_as_it_may_be_meant_is_in_the_log(monkeypatch, caplog, extra, says):
+    """An instance starts with it, and others do not find it."""
+    monkeypatch.setattr("vllm_pd_connector.connector.SchedulerHalf", lambda *made: None)
+    made = engine(enable_sleep_mode=False)
+    vars(made.kv_transfer_config).update(kv_connector_extra_config=extra, kv_role="kv_producer", engine_id="p-0")
+    PDConnector(made, KVConnectorRole.SCHEDULER, SimpleNamespace())
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("vllm_pd_connector")]
+    starts = ["side_channel_host: other instances are told 127.0.0.1", "bootstrap_port: nobody will answer at 8998"]
+    noted = [text for text in ours if text.startswith(tuple(starts))]
+    assert [text[: len(start)] for text, start in zip(noted, starts, strict=False)] == starts[:says]
+    assert len(noted) == says

@@ -93,7 +93,7 @@ def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.
     if (port := config.bootstrap(environ)) is not None and (role == "kv_consumer" or not config.pushes):
         notes.append(
             f"bootstrap_port: nobody will answer at {port}, since that is for prefill instances whose mode is push or "
-            f"auto, and this is a {role} with {config.mode}"
+            f"auto, and this is a {role} in mode {config.mode}"
         )
     return notes
 

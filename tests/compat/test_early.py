@@ -91,6 +91,10 @@ def test_what_cannot_be_served_is_told_before_an_engine_starts(ours: bool, monke
     made.kv_transfer_config = beside = several({"kv_role": "kv_both"})
     beside.kv_buffer_device = "cuda"  # which no connector of several is given
     VllmConfig.__post_init__(made)
+    made.kv_transfer_config = several({"kv_role": "kv_both"}) if ours else KVTransferConfig()
+    made.model_config.is_diffusion = True
+    with pytest.raises(RefusedStart, match="a diffusion model") if ours else contextlib.nullcontext():
+        VllmConfig.__post_init__(made)
 
 
 def test_a_name_that_messages_cannot_hold_is_refused() -> None:

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.geometry.world import Model, Side, instance
+from tests.support.worker.prefill_instance import real
+from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.worker.staging import gpudirect
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.staging import cuda, gpudirect, stager
+from vllm_pd_connector.worker.staging.copiers import copier_for
 from vllm_pd_connector.worker.staging.gpudirect import FLUSH_OPTIONS, SUPPORTED, WRITES_ORDERING, flusher_of, nothing
+from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 _INT = ctypes.POINTER(ctypes.c_int)
 NEEDED = {SUPPORTED: 1, FLUSH_OPTIONS: 1, WRITES_ORDERING: 0}
@@ -105,3 +113,29 @@ def test_a_gpu_of_amd_is_waited_for_where_there_are_states(monkeypatch: pytest.M
     with pytest.raises(TransferError, match="may not be visible: GPU 3: HIP error"):
         gpudirect.flusher(3, states=True)()
     gpudirect.flusher.cache_clear()
+
+
+@pytest.mark.parametrize("states", [0, 2])
+def test_a_worker_says_of_its_caches_whether_states_are_among_them(
+    monkeypatch: pytest.MonkeyPatch, states: int
+) -> None:
+    told: list[bool] = []
+
+    def copier(segments: object, *, copies: bool, states: bool) -> object:
+        told.append(states)
+        raise TransferError("that is all")
+
+    monkeypatch.setattr(stager, "copier_for", copier)
+    [worker] = instance(Model(3, 4, 20, 20, states=states), Side())
+    with pytest.raises(TransferError, match="that is all"):
+        TransferLoop(Config(transport="loopback"), real(worker), LoopbackTransport, Outbox(), 0, 1).start()
+    assert told == [states > 0]
+
+
+def test_a_copier_for_a_gpu_tells_its_flusher_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, bool]] = []
+    monkeypatch.setattr(cuda, "stream_for", lambda use, device_id: None)
+    monkeypatch.setattr(cuda, "flusher", lambda *asked: told.append(asked))
+    for states in (False, True):
+        copier_for([Segment(1 << 20, 1 << 20, "cuda", 3)], copies=False, states=states)
+    assert told == [(3, False), (3, True)]
