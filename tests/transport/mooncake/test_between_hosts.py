@@ -334,11 +334,17 @@ class RdmaEngine:
             batch, segment = work
             host, _, port = segment.rpartition(":")
             self.asked.append(segment)
-            with socket.create_connection((host, int(port)), 1) as connection:
-                connection.settimeout(60)
-                time.sleep(0.0 if segment == self.asked[0] else self.slow_s)
-                connection.sendall((3).to_bytes(8, "little") + b"\x01{}")
-                self._status[batch] = 1 if connection.recv(8) else -1
+            try:
+                self._status[batch] = 1 if self._exchange(host, int(port), segment) else -1
+            except OSError:  # torn before it was asked, at any of its steps
+                self._status[batch] = -1
+
+    def _exchange(self, host: str, port: int, segment: str) -> bytes:
+        with socket.create_connection((host, port), 1) as connection:
+            connection.settimeout(60)
+            time.sleep(0.0 if segment == self.asked[0] else self.slow_s)
+            connection.sendall((3).to_bytes(8, "little") + b"\x01{}")
+            return connection.recv(8)
 
     def close(self) -> None:
         self._posted.put(None)
