@@ -23,7 +23,7 @@ def halves() -> Iterator[None]:
 
 @pytest.fixture
 def producer() -> SchedulerHalf:
-    return serving_half("kv_producer", kv_lease_duration=2.0)[0]
+    return serving_half("kv_producer", kv_lease_duration=600.0)[0]  # so that only a release ends its leases
 
 
 @pytest.fixture

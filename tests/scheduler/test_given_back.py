@@ -366,7 +366,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_no_decode_instance_keeps_blocks_for_longer_than_the_limit(caplog):
     """Two instances that prefill for each other may each keep what the other needs to go on."""
-    producer, _ = serving_half("kv_producer", kv_lease_duration=4.0, kv_lease_limit=5.0)
+    producer, _ = serving_half("kv_producer", kv_lease_duration=8.0, kv_lease_limit=10.0)
     consumer, pool = make_half("kv_consumer")
     request = make_request("d-1", hand_over(producer, "p-1"))
     consumer.on_new_request(request)

@@ -88,7 +88,7 @@ def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
         create_keys(tmp_path / name, name)
     shutil.copy(tmp_path / "p" / "p.key", tmp_path / "d")
     shutil.copy(tmp_path / "d" / "d.key", tmp_path / "p")
-    producer, _ = serving_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=30.0)
+    producer, _ = serving_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=600.0)
     half, _ = make_half("kv_consumer", side_channel_keys=str(tmp_path / "d"))
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)

@@ -42,7 +42,15 @@ class Puppet:
         self.socket.bind(f"tcp://127.0.0.1:{port}")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def take(self) -> tuple[bytes, int, m.Request]:
+    def take(self, client: SideChannelClient) -> tuple[bytes, int, m.Request]:
+        """The next request. Until it is here the client turns, which may have to dial, and keeps what comes back."""
+
+        def here() -> bool:
+            came = client.receive()
+            client._due.extend(came)
+            return bool(self.socket.poll(0))
+
+        wait_for(here)
         peer, sent = self.socket.recv_multipart()
         return (peer, *m.decode_request(sent))
 
@@ -58,7 +66,7 @@ def test_replies_are_matched_by_token_in_any_order(puppet, client):
     where = endpoint("127.0.0.1", puppet.port)
     first = client.send(where, m.Release(()), PATIENCE_S)
     second = client.send(where, m.Renew(()), PATIENCE_S)
-    (peer, seq1, _), (_, seq2, _) = puppet.take(), puppet.take()
+    (peer, seq1, _), (_, seq2, _) = puppet.take(client), puppet.take(client)
     puppet.socket.send_multipart([peer, m.encode(seq2, m.Renewed(()))])
     puppet.socket.send_multipart([peer, m.encode(seq2, m.Renewed(()))])
     puppet.socket.send_multipart([peer, m.encode(12345, m.Released())])
@@ -70,7 +78,7 @@ def test_replies_are_matched_by_token_in_any_order(puppet, client):
 
 def test_a_reply_of_another_kind_is_an_error_of_that_request(puppet, client):
     token = client.send(endpoint("127.0.0.1", puppet.port), m.Release(()), PATIENCE_S)
-    peer, seq, _ = puppet.take()
+    peer, seq, _ = puppet.take(client)
     puppet.socket.send_multipart([peer, m.encode(seq, m.Renewed(()))])
     outcome = collect(client, 1)[token]
     assert isinstance(outcome, ProtocolError) and "Renewed there, Released" in str(outcome)
@@ -80,7 +88,7 @@ def test_a_reply_of_another_kind_is_an_error_of_that_request(puppet, client):
 def test_an_answer_that_is_no_frame_of_ours_fails_what_is_under_way(puppet, client, junk):
     where = endpoint("127.0.0.1", puppet.port)
     tokens = {client.send(where, m.Release(()), PATIENCE_S) for _ in range(3)}
-    peer, _, _ = puppet.take()
+    peer, _, _ = puppet.take(client)
     puppet.socket.send_multipart([peer, junk])
     outcomes = collect(client, 3)
     assert set(outcomes) == tokens and all(isinstance(outcome, ProtocolError) for outcome in outcomes.values())
@@ -88,7 +96,7 @@ def test_an_answer_that_is_no_frame_of_ours_fails_what_is_under_way(puppet, clie
 
 def test_a_server_of_another_version_is_told_apart(puppet, client):
     token = client.send(endpoint("127.0.0.1", puppet.port), m.Release(()), PATIENCE_S)
-    peer, seq, _ = puppet.take()
+    peer, seq, _ = puppet.take(client)
     puppet.socket.send_multipart([peer, frame({"type": "failure"}, version=9, seq=seq)])
     expected = f"protocol version: 9 there, {m.MIN_VERSION} to {m.PROTOCOL_VERSION} here"
     assert expected in str(collect(client, 1)[token])
@@ -101,14 +109,14 @@ def test_a_request_that_times_out_takes_the_others_to_a_new_socket(puppet):
         where = endpoint("127.0.0.1", puppet.port)
         patient = client.send(where, m.Renew(()), 10.0)
         hasty = client.send(where, m.Release(()), 5.0)
-        (old, *first), (_, *second) = puppet.take(), puppet.take()
+        (old, *first), (_, *second) = puppet.take(client), puppet.take(client)
         assert first == [patient, m.Renew(())] and second == [hasty, m.Release(())]
         now = 4.9
         assert client.receive() == []
         now = 5.0
         ((token, outcome),) = client.receive()
         assert token == hasty and isinstance(outcome, DeadlineExceeded) and "5 s" in str(outcome)
-        new, *again = puppet.take()
+        new, *again = puppet.take(client)
         assert again == first and new != old
         puppet.socket.send_multipart([new, m.encode(patient, m.Renewed(()))])
         arrived: list[object] = []
@@ -166,8 +174,8 @@ def test_requests_under_way_are_bounded(client):
             client.send(where, m.Release(()), PATIENCE_S)
 
 
-def answer(puppet: Puppet) -> None:
-    peer, seq, _ = puppet.take()
+def answer(puppet: Puppet, client: SideChannelClient) -> None:
+    peer, seq, _ = puppet.take(client)
     puppet.socket.send_multipart([peer, m.encode(seq, m.Released())])
 
 
@@ -176,7 +184,7 @@ def test_servers_that_never_answer_are_few_at_a_time_and_displace_nobody_who_doe
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.NEW_S", 0.0)
     known = endpoint("127.0.0.1", puppet.port)
     token = client.send(known, m.Release(()), PATIENCE_S)
-    answer(puppet)
+    answer(puppet, client)
     assert collect(client, 1) == {token: m.Released()}
     with socket.create_server(("", 0)) as silent:  # dead addresses, as many as one likes
         dead = [endpoint(f"127.0.0.{host}", silent.getsockname()[1]) for host in range(2, 9)]
@@ -184,7 +192,7 @@ def test_servers_that_never_answer_are_few_at_a_time_and_displace_nobody_who_doe
         late = collect(client, 5)
         assert list(late) == tokens[:5] and all(isinstance(outcome, Unreachable) for outcome in late.values())
         renewal = client.send(known, m.Release(()), PATIENCE_S)  # it was not asked for longest
-        answer(puppet)
+        answer(puppet, client)
         assert collect(client, 1) == {renewal: m.Released()}
         assert set(client._links) == {known, *dead[-2:]}
 
@@ -196,7 +204,7 @@ def test_servers_that_are_asked_at_once_do_not_push_out_each_other_while_others_
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.NEW_S", 3600.0)
     known = endpoint("127.0.0.1", puppet.port)
     client.send(known, m.Release(()), PATIENCE_S)
-    answer(puppet)
+    answer(puppet, client)
     collect(client, 1)
     with socket.create_server(("", 0)) as silent:
         new = [endpoint(f"127.0.0.{host}", silent.getsockname()[1]) for host in (2, 3)]
@@ -204,7 +212,7 @@ def test_servers_that_are_asked_at_once_do_not_push_out_each_other_while_others_
             client.send(one, m.Release(()), PATIENCE_S)
         assert set(client._links) == set(new), "the known one is dialled anew when it is asked again"
         renewal = client.send(known, m.Release(()), PATIENCE_S)
-        answer(puppet)
+        answer(puppet, client)
         assert renewal in collect(client, 2)
         assert set(client._links) == {known, new[1]}
 
@@ -213,12 +221,12 @@ def test_servers_that_answer_and_owe_answers_displace_nobody(puppet, client, mon
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 1)
     known = endpoint("127.0.0.1", puppet.port)
     client.send(known, m.Release(()), PATIENCE_S)
-    answer(puppet)
+    answer(puppet, client)
     collect(client, 1)
     client.send(known, m.Release(()), PATIENCE_S)
     with pytest.raises(ProtocolError, match="1 other servers owe answers"):
         client.send(endpoint("127.0.0.1", 9), m.Release(()), PATIENCE_S)
-    answer(puppet)
+    answer(puppet, client)
     collect(client, 1)
     client.send(endpoint("127.0.0.1", 9), m.Release(()), PATIENCE_S)
     assert set(client._links) == {endpoint("127.0.0.1", 9)}
@@ -237,7 +245,7 @@ def test_a_socket_that_cannot_be_had_is_an_error_of_those_who_need_it(client):
 def test_who_waits_hears_at_once_that_a_server_ended(client):
     puppet = Puppet()
     token = client.send(endpoint("127.0.0.1", puppet.port), m.Release(()), 3600.0)
-    puppet.take()
+    puppet.take(client)
     puppet.context.destroy(linger=0)
     assert isinstance(collect(client, 1)[token], Unreachable)
 
@@ -250,7 +258,7 @@ def test_what_was_asked_of_a_server_that_was_restarted_is_asked_again(client):
     second = Puppet(first.port)
     try:
         wait_for(lambda: not client.receive() and bool(second.socket.poll(0)))
-        answer(second)
+        answer(second, client)
         assert collect(client, 1) == {token: m.Released()}
     finally:
         second.context.destroy(linger=0)

@@ -12,7 +12,7 @@ from tests.support.worker.library_processes import VARIANTS, Instance, instances
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.transport.registry import create
 
-DEADLINE_S = 4.0
+DEADLINE_S = 20.0
 
 
 @pytest.fixture(scope="module", params=[*VARIANTS, "nixl"])

@@ -86,17 +86,21 @@ def test_an_instance_that_ends_declines_the_prefills_that_it_kept():
 def test_addresses_that_never_answer_stop_no_renewal_at_those_that_do(monkeypatch):
     """Parameters that nobody has signed name as many as an unauthenticated peer likes."""
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 4)
-    producer, _ = serving_half("kv_producer", kv_lease_duration=2.0)
+    producer, _ = serving_half("kv_producer", kv_lease_duration=6.0)
     half, _ = make_half("kv_consumer")
-    good = hand_over(producer)
+    other = hand_over(serving_half("kv_producer")[0])
     with socket.create_server(("", 0)) as silent:
-        often = good["pd_connector"] | {"lease_seconds": 0.2}
+        often = other["pd_connector"] | {"lease_seconds": 0.2}
         dead = {"remote_port": silent.getsockname()[1], "pd_connector": often}
         for host in range(2, 9):
-            half.on_new_request(make_request(f"dead-{host}", good | dead | {"remote_host": f"127.0.0.{host}"}))
+            half.on_new_request(make_request(f"dead-{host}", other | dead | {"remote_host": f"127.0.0.{host}"}))
         asking = half.consumer._renewer
-        until(lambda: hasattr(asking, "_client") and asking._client.under_way() >= 4, "all servers to owe answers")
-        half.on_new_request(make_request("d-1", good))
+
+        def owed() -> int:  # its thread makes and forgets links meanwhile
+            return sum(len(link.pending) for link in list(asking._client._links.values()))
+
+        until(lambda: hasattr(asking, "_client") and owed() >= 4, "all servers to owe answers")
+        half.on_new_request(make_request("d-1", hand_over(producer)))
         until(lambda: producer.producer._server.counts().get("Renew", 0) >= 6, "renewals over two lease durations")
         assert not producer.producer.drain()
 
@@ -133,7 +137,7 @@ def test_an_instance_that_ends_does_not_wait_for_renewals_that_cannot_begin():
 
 def test_what_is_given_back_as_an_instance_ends_is_told_though_its_thread_begins_late(monkeypatch):
     """As a request that came to an engine which ends: the first for which anything is told."""
-    producer, _ = serving_half("kv_producer")
+    producer, _ = serving_half("kv_producer", kv_lease_duration=600.0)  # so that only a release ends the lease
     half, _ = make_half("kv_consumer")
     renewer = half.consumer._renewer
     begun = renewer._begun

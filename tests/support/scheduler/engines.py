@@ -61,8 +61,9 @@ STAND_IN = EncodedManifest(b"manifest", TOKEN)
 
 
 def transfer(role: str, **extra: Any) -> dict[str, Any]:
-    """The configuration of PDConnector in one engine."""
-    found = {"side_channel_host": "127.0.0.1", "side_channel_port": free_port(), **extra}
+    """The configuration of PDConnector in one engine. Its leases outlive a test, so that only a release ends them."""
+    own = {"side_channel_host": "127.0.0.1", "side_channel_port": free_port(), "kv_lease_duration": 600.0}
+    found = {**own, **extra}
     return {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": found}
 
 

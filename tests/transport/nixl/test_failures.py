@@ -149,8 +149,9 @@ def test_of_the_batches_that_run_only_the_oldest_is_looked_at(
     assert (end.memory[:64000] == other.memory[:64000]).all()
 
 
-def test_what_is_posted_has_not_moved(ends: tuple[End, End]) -> None:
+def test_what_is_posted_has_not_moved(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines run on while nothing is left less."""
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
@@ -190,7 +191,10 @@ def test_a_peer_that_the_library_forgot_is_met_again_by_all_who_are_connected_to
 
 
 @pytest.mark.parametrize("kind", ["nixlBackendError", "nixlInvalidParamError"])
-def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing(ends: tuple[End, End], kind: str) -> None:
+def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing(
+    ends: tuple[End, End], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     agent = instead(end, getXferStatus=raises(kind))
@@ -317,6 +321,7 @@ def test_what_was_never_posted_to_a_lost_peer_is_over(ends: tuple[End, End], met
 def test_what_waits_for_the_end_of_a_lost_connection_is_not_asked_again_at_once(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
     monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.05)
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
@@ -354,6 +359,7 @@ def test_a_batch_whose_peer_another_one_lost_is_waited_for_too(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library forgets a peer with the first disconnect; the other batches' state cannot be asked for any more."""
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
     monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.05)
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)

@@ -68,6 +68,8 @@ def test_what_follows_a_long_look_is_posted_in_the_next_call_and_comes_before_an
     ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either takes as long as a turn may; a peer that sends without pause must not keep posts from being made."""
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 0.05)  # of which a busy machine takes little
+    monkeypatch.setattr("vllm_pd_connector.transport.nixl.window._STILL_S", 3600.0)
     end, other = ends
     running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
     post, done = end.transport._posting().library.postXferReq, []

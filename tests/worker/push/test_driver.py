@@ -79,7 +79,7 @@ def test_what_was_asked_for_late_is_bound_in_pieces(writer, target, monkeypatch)
 
 def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writer, target):
     target.loop.submit([target.request(writer)], [])
-    until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    until(lambda: writer.server.counts().get("PushInto", 0) >= 1, "the registration")
     target.collect()
     assert not target.finished
     writer.whole()
@@ -331,7 +331,7 @@ def test_an_abort_on_the_decode_side_keeps_its_blocks_until_nothing_is_written(w
 
 def test_an_abort_before_the_prefill_came_is_over_at_once(writer, target):
     target.loop.submit([target.request(writer)], [])
-    until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    until(lambda: writer.server.counts().get("PushInto", 0) >= 1, "the registration")
     target.loop.submit([], ["d"])
     assert target.wait_for("d") == [False]
     target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
@@ -340,7 +340,7 @@ def test_an_abort_before_the_prefill_came_is_over_at_once(writer, target):
     assert whole(target.worker.memory, target.before)
 
 
-@pytest.mark.parametrize("config", [{"transfer_timeout": 1.0}], indirect=True)
+@pytest.mark.parametrize("config", [{"transfer_timeout": 5.0}], indirect=True)
 def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_decode_sides_blocks(writer, target):
     writer.transports[0].faults.held = True
     assert not pushed(writer, target)
@@ -350,7 +350,7 @@ def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_decode_sides_bloc
     target.until(lambda: target.drained == {"d"}, "the quarantine to end")
 
 
-@pytest.mark.parametrize("config", [{"handshake_timeout": 1.0}], indirect=True)
+@pytest.mark.parametrize("config", [{"handshake_timeout": 5.0}], indirect=True)
 def test_a_prefill_instance_that_dies_while_it_writes_ends_the_quarantine(target, config):
     writer = Writer(config)
     hold_writes(writer, target)

@@ -92,8 +92,10 @@ def test_what_workers_without_a_core_write_lands_in_blocks_that_are_nobody_elses
             ask = decode.loop._calls.ask
 
             def counted(address: str, request: object, timeout_s: float, handler: Any = None) -> None:
-                withdrawn.extend([request] * isinstance(request, WithdrawPush))
-                ask(address, request, min(timeout_s, 0.5), handler)  # type: ignore[arg-type]
+                if isinstance(request, WithdrawPush):
+                    withdrawn.append(request)
+                    timeout_s = min(timeout_s, 0.5)
+                ask(address, request, timeout_s, handler)  # type: ignore[arg-type]
 
             monkeypatch.setattr(decode.loop._calls, "ask", counted)
             decode.loop.submit([order], [])

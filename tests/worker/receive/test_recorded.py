@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def decode(tmp_path: Path) -> Iterator[Decode]:
-    made = Decode(Config(transport="loopback", trace_dir=str(tmp_path), handshake_timeout=2.0))
+    made = Decode(Config(transport="loopback", trace_dir=str(tmp_path), handshake_timeout=10.0))
     yield made
     made.loop.close()
 

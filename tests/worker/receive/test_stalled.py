@@ -17,6 +17,7 @@ from tests.support.worker.decode_instance import (
     D_SIDE,
     PATIENCE_S,
     Decode,
+    PatientInTheEnd,
     in_its_thread,
     lacking,
     set_deadline,
@@ -38,7 +39,7 @@ from vllm_pd_connector.worker.push.link import WriteLink
 @pytest.fixture(params=[0, 8 << 10], ids=["straight", "staged"])
 def reader(request: pytest.FixtureRequest) -> Iterator[Decode]:
     config = Config(transport="loopback", staging_bytes=request.param, transfer_timeout=1.5)
-    made = Decode(config, transport=LoopbackTransport(serves=False))
+    made = PatientInTheEnd(config, transport=LoopbackTransport(serves=False))
     yield made
     made.loop.close()
 
@@ -224,7 +225,6 @@ def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader,
     reader.transport.faults.stalled = 1
     assert reader.received(prefill.request("a")) == [False]
     reader.until(lambda: reader.relinked == 1, "the new link")
-    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
     reader.transport.faults.held = True
     reader.loop.submit([prefill.request("b")], [])
     link = begin_reads(reader, "b")
@@ -381,15 +381,17 @@ def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
         link.bind_push(into, into.blocks, 0, TOKENS, whole=True)
 
 
-# Every worker has begun within that time.
-@pytest.mark.parametrize("config", [{"transfer_timeout": 3.0}], indirect=True)
-def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew(writer, target):
+@pytest.mark.parametrize("config", [{"transfer_timeout": 3.0}], indirect=True)  # every worker begins by then
+def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew(writer, target, config):
     for transport in writer.transports:
         transport._serves = False  # as NIXL, whose target and whose initiator are two agents
         transport.faults.stalled = 1
     begin_writes(writer, target)
     assert target.wait_for("d") == [False]
     until(lambda: all(transport._incarnation == 1 for transport in writer.transports), "every worker's new endpoint")
+    object.__setattr__(target.loop._receives._limits, "read_s", 60.0)  # what follows succeeds
+    for loop in writer.loops:
+        loop._pushes._config = msgspec.structs.replace(config, transfer_timeout=60.0)
     assert pushed(writer, target, "e", "b")
     assert (target.worker.memory == target.expected()).all()
     assert target.quarantined == {"d"} and not target.drained
