@@ -85,7 +85,7 @@ class Prefill:
         self.half = connector(KVConnectorRole.SCHEDULER, "kv_producer", settings).scheduler
         self.pool = BlockPool(num_gpu_blocks=1024, enable_caching=False, hash_block_size=BLOCK_TOKENS)
         self.half.bind_block_pool(self.pool)
-        self.half.producer.bind_block_tables(lambda _: [list(BLOCKS)])
+        self.half.producer.progress.tables = lambda _: [list(BLOCKS)]
         self.pool.get_new_blocks(len(BLOCKS))  # vLLM's own references
         self.memory, token = make_memory(), secrets.token_bytes(16)
         self.memory[:] = np.random.default_rng(0).integers(0, 256, len(self.memory), np.uint8)

@@ -113,7 +113,7 @@ class Engine:
         self.tables: dict[str, list[list[int]]] = {}
         half = self.scheduler.scheduler
         half.bind_block_pool(self.pool)
-        half.producer.bind_block_tables(lambda request_id: self.tables[request_id])
+        half.producer.progress.tables = lambda request_id: self.tables[request_id]
         half.serve([b"manifest"], [bytes(16)])
 
     def blocks(self) -> list[Any]:

@@ -211,5 +211,5 @@ def test_of_a_prefill_that_ends_with_its_blocks_given_back_nothing_stays(engine:
     assert prefill.ended("p-1").kv_transfer_params is None
     prefill.rest()
     producer = prefill.connector.scheduler.producer
-    assert not producer._progress._running and not producer._server.pushes._table._rendezvous._prefills
+    assert not producer.progress._running and not producer._server.pushes._table._rendezvous._prefills
     prefill.check_empty()

@@ -13,7 +13,7 @@ def stay(prefill: Prefill) -> tuple[int, int]:
     """How many prefills are followed, and how many may be asked for."""
     producer = prefill.half.producer
     table = producer._server.pushes._table
-    return len(producer._progress._running), len(table._rendezvous._prefills)
+    return len(producer.progress._running), len(table._rendezvous._prefills)
 
 
 def test_who_asked_for_a_prefill_that_ends_without_blocks_is_told_at_once(prefill: Prefill) -> None:
@@ -41,5 +41,5 @@ def test_one_that_ends_while_the_instance_sleeps_does_not_stay_either(
     producer = prefill.half.producer
     producer.leave()
     assert prefill.half.request_finished(request, ([5, 6, 7],)) == (False, None)
-    assert not producer._progress._running
+    assert not producer.progress._running
     assert "the instance sleeps" in caplog.text and "kv_consumer" not in caplog.text

@@ -135,12 +135,12 @@ def test_what_nobody_has_asked_for_is_taken_back_where_blocks_are_needed_and_off
     request = prefill.arrive()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
-    prefill.half.producer.take_back()
+    prefill.half.producer.progress.take_back()
     assert prefill.held() == 0
     prefill.register(digest_of(request))  # others may have the blocks by now
     prefill.tables["p-1"] = [[7, 8]]
     step(prefill.half, p_1=(0, 20))
-    prefill.half.producer.take_back()
+    prefill.half.producer.progress.take_back()
     assert prefill.held() == 2, "they are written from"
     [order] = prefill.commands()
     assert (order.ready, order.step, order.source) == (20, 2, (BlockTable.of(0, (7, 8)),))
@@ -341,7 +341,7 @@ def test_a_prefill_is_kept_while_the_decode_request_queues(prefill, beside):
     until(lambda: time.monotonic() > until_s, "more than the lease")
     assert prefill.count("KeepPrefills") > 1 and prefill.held() == 3
     abort(half, request)
-    until(lambda: prefill.held() == 0, "the blocks to be free")
+    until(lambda: prefill.count("DeclinePush") == 1 and prefill.held() == 0, "the word to free the blocks")
     renewals = prefill.count("KeepPrefills")
     half.shutdown()
     assert prefill.count("KeepPrefills") - renewals <= 1, "nobody queues any more"
@@ -364,11 +364,11 @@ def test_a_request_that_needs_nothing_gives_up_its_prefill_at_once(consumer, pre
     assert prefill.held() == 0
 
 
+@pytest.mark.parametrize("prefill", [{"kv_lease_duration": 600.0}], indirect=True)
 def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefill):
     half, pool = consumer
     prompt = PROMPT[: 2 * BLOCK + 1]
-    first = prefill.arrive(prompt)
-    _, params = prefill.half.request_finished(first, ([5, 6, 7],))
+    _, params = prefill.half.request_finished(prefill.arrive(prompt), ([5, 6, 7],))
     assert prefill.held() == 3
     request = make_request("d-1", params, prompt)
     half.on_new_request(request)

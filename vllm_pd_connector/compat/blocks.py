@@ -50,6 +50,16 @@ def finished_normally(request: Request) -> bool:
     return request.status in _WHOLE
 
 
+def is_preempted(request: Request) -> bool:
+    """Whether vLLM has taken a request's blocks and will compute it anew (`Scheduler._preempt_request`)."""
+    return request.status is RequestStatus.PREEMPTED
+
+
+def begin_alike(one: Request, other: Request) -> bool:
+    """Whether vLLM may find a block of one request for the other: their first blocks have one hash."""
+    return bool(one.block_hashes) and one.block_hashes[:1] == other.block_hashes[:1]
+
+
 def was_aborted(request: Request) -> bool:
     """Whether its client is gone, or it was withdrawn."""
     return request.status is RequestStatus.FINISHED_ABORTED

@@ -132,7 +132,7 @@ class SchedulerHalf:
             ids = manager.get_block_ids(request_id)
             return [ids[group] for group in self.group_ids]
 
-        self.producer.bind_block_tables(tables)
+        self.producer.progress.tables = tables
 
     def _refused(self, request: Request) -> None:
         """This engine ends and does not take a request: what it came for needs no keeping, and nobody waits for it."""
@@ -165,6 +165,7 @@ class SchedulerHalf:
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
         self.producer.make_room(self.producer.lending.blocks_for(request))
+        self.producer.progress.make_way(request, num_computed_tokens)
         if request.request_id in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
             self._without_blocks.discard(request.request_id)
             self.producer.give_up_oldest()
@@ -266,7 +267,7 @@ class SchedulerHalf:
         if self._quarantine is None:
             return False
         before = self._quarantine.num_free_blocks
-        self.producer.take_back()
+        self.producer.progress.take_back()
         self.producer.drain()
         while self._quarantine.num_free_blocks <= before and self.producer.give_up_oldest():
             pass

@@ -8,22 +8,26 @@ computed after it, since such a prefill ends with one token.
 A decode instance mostly asks while the step that computes its prompt runs, so what a step completes is offered before
 anybody has asked. It may be written from as soon as it is offered, without another word: its blocks are referenced
 before. What nobody has asked for is taken back where vLLM needs blocks, and offered again with the next step.
+
+What somebody has asked for stays held of a prefill that vLLM preempts, and may be in the way of whoever is to go on
+before it, or its own where vLLM finds none of it as a prefix. Then its push fails, and the blocks go back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.compat.model.caches import group_kinds
+from vllm_pd_connector.compat.blocks import begin_alike, is_preempted
+from vllm_pd_connector.compat.model.caches import group_block_tokens, group_kinds
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import GroupKind
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.blocks import HeldBlocks
-    from vllm_pd_connector.compat.types import KVCacheConfig
+    from vllm_pd_connector.compat.types import KVCacheConfig, Request
     from vllm_pd_connector.sidechannel.push_service import Offer, PushService
 
 TablesOf = Callable[[str], Sequence[list[int]]]
@@ -35,13 +39,18 @@ _NONE = BlockTable.of(0, ())
 
 @dataclass(slots=True)
 class _Running:
-    """A prefill of which `num_tokens` will be handed over; `ends`: no step computes anything behind them. `step` is the
-    latest that computes some of it, `held` what was offered of it, whose blocks are held."""
+    """A prefill of which `num_tokens` will be handed over. `step` is the latest that computes some of it, `held` what
+    was offered of it, whose blocks are held."""
 
+    request: Request
     num_tokens: int
-    ends: bool = False
     step: int = 0
     held: tuple[BlockTable, ...] = ()
+
+    @property
+    def ends(self) -> bool:
+        """Whether no step computes anything behind what will be handed over."""
+        return bool(self.request.max_tokens == 1)
 
 
 class PrefillProgress:
@@ -49,21 +58,29 @@ class PrefillProgress:
 
     Args:
         enabled: whether anything is to be told before a prefill has finished.
+        dcp_size: ranks that each have a part of every block's tokens.
         tables_of: as `LeasedTables.of`, if the last step of a prompt is to be told of with all groups' blocks.
+
+    `tables` and `blocks` are there once vLLM has its pool, `pushes` while the side channel serves.
     """
 
-    def __init__(self, enabled: bool, kv_cache_config: KVCacheConfig, tables_of: AllTablesOf | None = None) -> None:
+    def __init__(
+        self, enabled: bool, kv_cache_config: KVCacheConfig, dcp_size: int = 1, tables_of: AllTablesOf | None = None
+    ) -> None:
         self.number = 0
         self.tables: TablesOf | None = None
+        self.blocks: HeldBlocks | None = None
+        self.pushes: PushService | None = None
+        self._block_tokens = group_block_tokens(kv_cache_config, dcp_size)
         self._full = [kind is GroupKind.FULL for kind in group_kinds(kv_cache_config)]
         self._tables_of = tables_of if not all(self._full) else None
         self._enabled = enabled and (any(self._full) or self._tables_of is not None)
         self._running: dict[str, _Running] = {}
         self._offered: set[str] = set()  # of which blocks are held
 
-    def add(self, request_id: str, num_tokens: int, *, ends: bool = False) -> None:
-        """Follow a prefill of which `num_tokens` will be handed over; `ends`: it computes nothing behind them."""
-        self._running[request_id] = _Running(num_tokens, ends)
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Follow a prefill of which `num_tokens` will be handed over."""
+        self._running[request.request_id] = _Running(request, num_tokens)
 
     def discard(self, request_id: str) -> bool:
         """Follow it no more, whose blocks are now held by a lease or given back with its end; whether it was
@@ -81,10 +98,11 @@ class PrefillProgress:
         self.number += 1
         return self.number
 
-    def advance(self, computed: Mapping[str, int], pushes: PushService, blocks: HeldBlocks) -> None:
+    def advance(self, computed: Mapping[str, int]) -> None:
         """Begin the next step, and offer what it will complete; `computed` has the tokens of requests after it."""
         self.next_step()
-        if not computed:
+        pushes, blocks = self.pushes, self.blocks
+        if not computed or pushes is None or blocks is None:
             return
         going = {name: self._running[name] for name in computed if name in self._running}
         for running in going.values():
@@ -115,29 +133,63 @@ class PrefillProgress:
                 pass
         return tuple([BlockTable.of(0, ids[i]) if full else _NONE for i, full in enumerate(self._full)]), False
 
-    def let_go(self, pushes: PushService, blocks: HeldBlocks) -> None:
+    def let_go(self) -> None:
         """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
-        self._release(self._offered.intersection(pushes.take_given_up()), blocks)
+        if self.pushes is not None:
+            self._release(self._offered.intersection(self.pushes.take_given_up()))
 
-    def take_back(self, pushes: PushService, blocks: HeldBlocks) -> None:
+    def take_back(self) -> None:
         """Give back what was offered and nobody has asked for."""
-        if self._offered:
-            self._release(pushes.taken_back(self._offered), blocks)
+        if self._offered and self.pushes is not None:
+            self._release(self.pushes.taken_back(self._offered))
 
-    def fail(self, pushes: PushService, blocks: HeldBlocks, reason: str, among: Collection[int] | None = None) -> None:
+    def make_way(self, request: Request, hit: int) -> None:
+        """vLLM looks whether a request can begin, of whose prompt it finds `hit` tokens; nobody behind it begins
+        before. Where what is held of preempted prefills leaves no room for it, they are behind it, or it is one of
+        them: it could wait for ever, so nobody gets those any more, the latest first."""
+        if not self._offered or self.pushes is None or self.blocks is None:
+            return
+        blocks, total = self.blocks, self.blocks.num_in_pool
+        tokens_of = [tokens for tokens, full in zip(self._block_tokens, self._full, strict=True) if full]
+        least = request.num_tokens + (request.num_output_tokens > 0)  # who has begun needs room for another
+        needed = sum(-(-least // tokens) for tokens in tokens_of)
+        if needed <= blocks.pool_sizes[1]:
+            return
+        waiting = [n for n, one in self._running.items() if n in self._offered and is_preempted(one.request)]
+        while waiting:
+            stay = len({i for name in waiting for i in blocks.ids_of(name)})
+            if any(begin_alike(request, self._running[name].request) for name in waiting):
+                stay -= min(stay, sum(hit // tokens for tokens in tokens_of))  # it may have found those
+            if needed + stay <= total:
+                break
+            name = request.request_id if request.request_id in waiting else waiting[-1]
+            self.pushes.failed(
+                name,
+                f"the prefill was preempted, and what is written of it is in the way of request {request.request_id}, "
+                f"which needs {needed} of {total} blocks, {stay} are held. Give the prefill instance more blocks, or "
+                "let it run fewer requests at once (--max-num-seqs)",
+            )
+            waiting.remove(name)
+        self.let_go()
+
+    def fail(self, reason: str, among: Collection[int] | None = None) -> None:
         """What running prefills have in their blocks, or in these alone, is not theirs any more: it is offered no
         longer, and who writes from it fails."""
+        if self.pushes is None or self.blocks is None:
+            return
+        blocks = self.blocks
         met = {name for name in self._offered if among is None or blocks.holds_any(name, among)}
-        taken = pushes.taken_back(met)
-        self._release(taken, blocks)
+        taken = self.pushes.taken_back(met)
+        self._release(taken)
         for request_id in met - taken:
-            pushes.failed(request_id, reason)
+            self.pushes.failed(request_id, reason)
 
-    def _release(self, request_ids: Collection[str], blocks: HeldBlocks) -> None:
+    def _release(self, request_ids: Iterable[str]) -> None:
+        assert self.blocks is not None  # of which some were held
         for request_id in request_ids:
             self._offered.discard(request_id)
             self._running[request_id].held = ()
-            blocks.release(request_id)
+            self.blocks.release(request_id)
 
 
 def _added(tables: tuple[BlockTable, ...], before: tuple[BlockTable, ...]) -> list[int]:

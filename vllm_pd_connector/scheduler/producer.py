@@ -32,7 +32,7 @@ from vllm_pd_connector.scheduler.conversations.lending import NO_PREFIX, Lending
 from vllm_pd_connector.scheduler.leases.ended import EXPIRED
 from vllm_pd_connector.scheduler.leases.spans import PrefillSpans
 from vllm_pd_connector.scheduler.leases.tables import LeasedTables
-from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
+from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress
 from vllm_pd_connector.sidechannel.net.keys import admits, keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
@@ -98,7 +98,9 @@ class Producer:
         self._going: dict[str, Request] = {}  # decode requests of which something may be kept
         self._unfinished: dict[str, Request] = {}  # prefills for decode instances
         of_all = self._tables.of if config.push_when == "layers" else None
-        self._progress = PrefillProgress(config.push_when != "end", kv_cache_config, of_all)
+        self.progress = PrefillProgress(
+            config.push_when != "end", kv_cache_config, parallel.decode_context_parallel_size, of_all
+        )
 
     @property
     def home(self) -> InstanceAddress | None:
@@ -109,11 +111,8 @@ class Producer:
         return InstanceAddress(self._engine_id, self._incarnation, self._host, self._server.port, key)
 
     def bind_block_pool(self, pool: BlockPool) -> HeldBlocks:
-        self._blocks = HeldBlocks(pool)
+        self._blocks = self.progress.blocks = HeldBlocks(pool)
         return self._blocks
-
-    def bind_block_tables(self, tables: TablesOf) -> None:
-        self._progress.tables = tables
 
     @property
     def num_leases(self) -> int:
@@ -140,6 +139,7 @@ class Producer:
             lease_limit_s=self._config.kv_lease_limit,
         )
         self._server.set_manifests(manifests, tokens)
+        self.progress.pushes = self._server.pushes
         if self._keeps and self._config.pushes:
             self._server.pushes.enable(tokens, self._config.kv_lease_duration, self._config.step_timeout)
             self.compute_with("")
@@ -180,7 +180,7 @@ class Producer:
         if self._config.pushes and request.request_id in self._leased:  # pushes and leases are known by this id alone
             self._give_up(request.request_id)
         if self._server is not None and self._server.pushes.started(request.request_id, name, num_tokens, digest):
-            self._progress.add(request.request_id, num_tokens, ends=request.max_tokens == 1)
+            self.progress.add(request, num_tokens)
 
     def follow(self, request: Request) -> None:
         """A decode request arrived: if it may be kept, it must be known with which weights it began."""
@@ -271,8 +271,8 @@ class Producer:
         self._blocks.hold(request.request_id, tables)
         lease = answer.lease
         self._server.hold(lease.request_id, lease.nonce, answer.pd_connector.lease_seconds, tables, named)
-        step = self._progress.last_step(request.request_id)
-        self._progress.discard(request.request_id)
+        step = self.progress.last_step(request.request_id)
+        self.progress.discard(request.request_id)
         pushed = self._server.pushes.finished(request.request_id, lease.nonce, tables, step)
         if not pushed or (later_of_batch(request.request_id) and not self._config.pushes):  # nobody can name its lease
             self._server.drop(request.request_id)
@@ -311,41 +311,35 @@ class Producer:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number, and
         whether a prefill for a decode instance is complete after it."""
         if not output.num_scheduled_tokens:  # the engine only looks whether it can go on: nothing begins
-            return self._progress.next_step(), False
+            return self.progress.next_step(), False
         self._epochs.advance(output, self._unfinished, self._going)
         computed = computed_after(output, self._unfinished) if self._unfinished else {}
         if self._server is not None and self._blocks is not None:
             self._server.pushes.stepped()
-            self._progress.advance(computed, self._server.pushes, self._blocks)
+            self.progress.advance(computed)
         ends = any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed.items())
-        return self._progress.number, ends
+        return self.progress.number, ends
 
     def loads_failed(self, block_ids: Collection[int]) -> None:
         """Another connector could not load these blocks, and a step that wrote from them had begun. vLLM computes their
         tokens again, but what was written of them stays written, and what the step in flight computes from them."""
-        if self._server is not None and self._blocks is not None and self._progress.tables is not None:
+        if self._server is not None and self.progress.tables is not None:
             reason = "another connector of the prefill instance failed to load blocks that were written or read already"
-            self._progress.fail(self._server.pushes, self._blocks, reason, block_ids)
+            self.progress.fail(reason, block_ids)
             for name, one in [(n, r) for n, r in (self._unfinished | self._going).items() if r.num_in_flight_tokens]:
-                if self._tables.missed(name, self._progress.tables(name), one.num_computed_tokens, block_ids):
+                if self._tables.missed(name, self.progress.tables(name), one.num_computed_tokens, block_ids):
                     self._server.pushes.failed(name, reason)
-
-    def take_back(self) -> None:
-        """vLLM needs blocks: hold none of running prefills that nobody has asked for."""
-        if self._server is not None and self._blocks is not None:
-            self._progress.take_back(self._server.pushes, self._blocks)
 
     def abandon(self, request: Request, reason: str) -> None:
         """A prefill for a decode instance ended without a cache that could be handed over."""
-        if self._progress.discard(request.request_id) and self._server is not None:
+        if self.progress.discard(request.request_id) and self._server is not None:
             self._server.pushes.aborted(request.request_id, reason)
 
     def end_leases(self, reason: End) -> None:
         """Have nobody get any more what is held; it is given back when nothing is written from it any more."""
         if self._server is not None:
             self._server.drop_all(reason)
-            if self._blocks is not None:
-                self._progress.fail(self._server.pushes, self._blocks, reason.value)
+            self.progress.fail(reason.value)
             self.drain()
 
     def compute_with(self, reason: str) -> None:
@@ -363,7 +357,7 @@ class Producer:
         ended: list[str] = []
         if self._server is None or self._blocks is None or not (self._server.has_news() or self._traced):
             return ended
-        self._progress.let_go(self._server.pushes, self._blocks)
+        self.progress.let_go()
         freed = [*self._traced, *self._server.take_freed()]
         self.given += self._spans.given(self._server.take_given())
         # Their digests are made in the next step: until then nobody else may write there.
@@ -391,6 +385,7 @@ class Producer:
         if self._server is not None:
             self.end_leases(End.ASLEEP)
             self._server.close()
+            self.progress.pushes = None
             self._server, self._incarnation = None, secrets.token_hex(16)
 
     def close(self) -> None:

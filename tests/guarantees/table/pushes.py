@@ -24,8 +24,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "a running prefill that nobody has asked for is preempted with all its blocks",
-        "SchedulerHalf", "        self.producer.take_back()", "        pass",
+        "SchedulerHalf", "        self.producer.progress.take_back()", "        pass",
         "test_a_running_prefill_that_nobody_has_asked_for_is_preempted_with_all_its_blocks",
+    ),
+    Guarantee(
+        "a preempted prefill that is written from keeps nobody out of the pool who goes before it",
+        "PrefillProgress", "            if needed + stay <= total:", "            if True:",
+        "test_a_preempted_prefill_that_is_written_from_is_in_nobodys_way",
     ),
     Guarantee(
         "a push is done when every worker of the prefill instance has written its part",

@@ -103,7 +103,7 @@ class World:
         self.pushes = PushService(self.leases, threading.Lock(), lambda: None, lambda: self.now)
         self.pushes.enable([TOKEN] * WORKERS, LEASE_S)
         self.half.producer._server = self  # type: ignore[assignment]
-        self.half.producer.bind_block_tables(lambda _: [self.ids])
+        self.half.producer.progress.tables = lambda _: [self.ids]
         self.request = make_request("p-1", ASK)
         self.ids: list[int] = []
         self.arrived = self.over = self.finished = self.link_down = False
@@ -179,7 +179,7 @@ class World:
 
     def preempt(self) -> None:
         """vLLM takes the prefill's blocks, gives them to others, and computes it again in the next step."""
-        self.half.producer.take_back()
+        self.half.producer.progress.take_back()
         self.half.producer.drain()
         self.pool.free_blocks([self.pool.blocks[i] for i in reversed(self.ids)])
         self.check()
