@@ -294,6 +294,23 @@ def test_a_prefill_of_another_instance_with_the_name_of_this_one_fails_with_the_
     until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
     allocate(half, pool, request)
     [receive] = step(half).receives
-    assert receive.source.reason.startswith("remote_engine_id: it is this instance's own engine_id, and kv_role is")
+    assert "remote_engine_id: " in receive.source.reason and "two instances have one engine_id" in receive.source.reason
     kind = "Release" if way == "an answer" else "DeclinePush"
     until(lambda: prefill.producer._server.counts().get(kind) == 1, "the word that nothing is needed")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_only_what_comes_from_this_instances_own_place_is_its_own(own: bool) -> None:
+    """Two instances of both roles may have been given one engine_id."""
+    prefill, _ = serving_half("kv_producer")
+    half, pool = serving_half("kv_both")
+    home = prefill.producer.home if own else half.consumer.sources.home
+    half.consumer.sources.home = msgspec.structs.replace(home, engine_id="kv_producer-0")
+    request = make_request("d-1", hand_over(prefill))
+    half.on_new_request(request)
+    assert (half.num_matched_tokens(request, 0) == (0, False)) is own
+    if not own:
+        allocate(half, pool, request)
+        [receive] = step(half).receives
+        assert f"is at {home.host}:{home.port}, and the prefill is at 127.0.0.1:" in receive.source.reason
+    until(lambda: prefill.producer._server.counts().get("Release") == 1, "the word that nothing is needed")

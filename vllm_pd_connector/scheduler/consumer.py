@@ -140,13 +140,12 @@ class Consumer:
         """
         address, reading = reading_of(remote, request)
         self._known[remote.lease] = None
-        needless = None
-        if later_of_batch(request.request_id):
-            needless = ComputedHere.BATCH
-        elif self.sources.are_here(remote.remote_engine_id):
+        needless = ComputedHere.BATCH if later_of_batch(request.request_id) else None
+        if needless is None and self.sources.are_here(remote.remote_engine_id):
             self._renewer.drop(address, reading, release=True)
+            self.sources.require_own(remote)
             needless = ComputedHere.OWN
-        elif not reading.shared and self._used.up(remote.lease, self._receives.values()):
+        elif not (needless or reading.shared) and self._used.up(remote.lease, self._receives.values()):
             needless = ComputedHere.USED  # of several choices one may come late, and is waited for
         if needless is not None:
             return self.computed.here(request, needless)

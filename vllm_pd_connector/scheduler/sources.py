@@ -80,6 +80,21 @@ class Sources:
         """Whether caches of this engine are this one's own: no worker links itself, and vLLM finds them by itself."""
         return self.home is not None and engine_id == self.home.engine_id
 
+    def require_own(self, remote: RemotePrefill) -> None:
+        """Refuse what another instance has answered under this one's engine_id: it would be computed here in silence.
+
+        Raises:
+            ProtocolError: it comes from another place than this instance's.
+        """
+        place, own = (remote.remote_host, remote.remote_port), self.home
+        if own is not None and place != (own.host, own.port):
+            raise ProtocolError(
+                f"remote_engine_id: {remote.remote_engine_id} is this instance's own engine_id, which is at "
+                f"{own.host}:{own.port}, and the prefill is at {place[0]}:{place[1]}: two instances have one engine_id "
+                "in their --kv-transfer-config, give each its own; or this one was started anew at another address, "
+                "send the prefill again"
+            )
+
     def require_fit(self, request: Request, remote: RemotePrefill) -> None:
         """Refuse the answer for another prompt. How many groups there are follows from layouts, parallel sizes and a
         drafter, and may differ: caches are matched by layer.
