@@ -143,6 +143,16 @@ def test_it_has_as_many_files_as_the_hard_limit_allows_whoever_started_the_proce
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.parametrize(("release", "said"), [("0.33", False), ("0.34", True), ("0.33.1.dev2+g1234567", True)])
+def test_a_vllm_that_was_not_read_is_in_the_log(monkeypatch, caplog, release, said):
+    monkeypatch.setattr("vllm_pd_connector.connector.SchedulerHalf", lambda *made: None)
+    monkeypatch.setattr("vllm_pd_connector.connector.facts.vllm_release", lambda: release)
+    made = engine(enable_sleep_mode=False)
+    vars(made.kv_transfer_config).update(kv_connector_extra_config={}, kv_role="kv_producer", engine_id="p-0")
+    PDConnector(made, KVConnectorRole.SCHEDULER, SimpleNamespace())
+    assert (f"vLLM {release}: vllm_pd_connector was written by vLLM 0.32 and 0.33" in caplog.text) is said
+
+
 @pytest.mark.parametrize(
     ("extra", "says"), [({}, 0), ({"allow_unauthenticated_peers": True, "bootstrap_port": 8998}, 2)]
 )

@@ -95,6 +95,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
                 *(__version__, facts.vllm_version(), self._kv_transfer_config.kv_role),
                 *(config.mode, config.transport, facts.engine_id(vllm_config)),
             )
+            if (release := facts.vllm_release()) not in facts.READ:
+                logger.warning(
+                    "vLLM %s: vllm_pd_connector was written by vLLM %s, and what it relies on in this one was not "
+                    "looked at; use one of those, or try it before it serves",
+                    *(release, " and ".join(sorted(facts.READ))),
+                )
             for note in setting_notes(self._kv_transfer_config.kv_role, config):
                 logger.warning("%s", note)
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.contract.describe_vllm import CLASSES, class_methods, imported_names, top_level
-from tests.contract.relied_on import DECORATED, MEMBERS, ORDERS, TAKES
+from tests.contract.relied_on import DECORATED, MEMBERS, ORDERS, TAKES, Members, Order, Takes
 
 CONNECTOR = Path(__file__).parents[2] / "vllm_pd_connector" / "connector.py"
 
@@ -32,17 +33,25 @@ LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
 """Methods that vLLM calls from 0.33 on; where it does not, nothing is lost."""
 
 
+Fact = TypeVar("Fact", Members, Order, Takes)
+
+
 class Sources:
     """A vLLM package that is read, not imported."""
 
     def __init__(self, package: Path) -> None:
         self.package = package
         self.tree = cache(self._tree)
+        self.release = release_of(package)
 
     def _tree(self, module: str) -> ast.Module | None:
         base = self.package.joinpath(*module.split(".")[1:])
         found = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
         return ast.parse(found.read_text()) if found is not None else None
+
+    def since(self, facts: tuple[Fact, ...]) -> list[Fact]:
+        """Those that hold from this release on, or from one before."""
+        return [fact for fact in facts if fact.since <= self.release]
 
     def find(self, path: str) -> ast.ClassDef | ast.FunctionDef | None:
         """The class or function `module:Name` or `module:Name.method`, also where the module only imports it."""
@@ -89,6 +98,13 @@ class Sources:
             name = base.id if isinstance(base, ast.Name) else None
             if name is not None:
                 yield from self._lineage(module, self._in_module(module, name))
+
+
+def release_of(package: Path) -> tuple[int, int]:
+    """The release of a vLLM package; of sources that do not say it, the newest that there may be."""
+    told = package / "_version.py"
+    found = re.search(r"version = '(\d+)\.(\d+)", told.read_text()) if told.is_file() else None
+    return (int(found[1]), int(found[2])) if found is not None else (sys.maxsize, 0)
 
 
 def _named(node: ast.AST, name: str) -> bool:
@@ -160,7 +176,7 @@ def _names(sources: Sources) -> Iterator[str]:
 
 
 def _lacking_members(sources: Sources) -> Iterator[str]:
-    for fact in MEMBERS:
+    for fact in sources.since(MEMBERS):
         if sources.find(fact.of) is None:
             yield f"{fact.of}: there is no such class; {', '.join(fact.names)} of it are used"
             continue
@@ -169,7 +185,7 @@ def _lacking_members(sources: Sources) -> Iterator[str]:
 
 
 def _orders(sources: Sources) -> Iterator[str]:
-    for fact in ORDERS:
+    for fact in sources.since(ORDERS):
         node = sources.find(fact.of)
         if node is None:
             yield f"{fact.of}: there is no such function; relied on: {fact.says}"
@@ -204,7 +220,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _parameters(sources: Sources) -> Iterator[str]:
-    for fact in TAKES:
+    for fact in sources.since(TAKES):
         node = sources.find(fact.of)
         if not isinstance(node, ast.FunctionDef):
             yield f"{fact.of}: there is no such function"
@@ -229,8 +245,9 @@ def main() -> int:
 def report(package: Path) -> int:
     """Print what does not hold, then what is new; 1 if something does not hold."""
     found = broken(package)
-    facts = sum(map(len, imported_names().values())) + sum(len(fact.names) for fact in MEMBERS)
-    facts += len(ORDERS) + len(DECORATED) + len(TAKES)
+    sources = Sources(package)
+    facts = sum(map(len, imported_names().values())) + sum(len(fact.names) for fact in sources.since(MEMBERS))
+    facts += len(sources.since(ORDERS)) + len(DECORATED) + len(sources.since(TAKES))
     for line in found:
         print(f"broken  {line}")
     newest = max(Path(__file__).parent.glob("vllm-*.json"))

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector"
+V2 = "vllm.v1.worker.gpu"
 MIXIN = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Attributes, fields and methods that a class has, itself or from its bases."""
+    """Attributes, fields and methods that a class has, itself or from its bases; `since` a release of vLLM."""
 
     of: str
     names: tuple[str, ...]
+    since: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Order:
     of: str
     calls: tuple[str, ...]
     says: str
+    since: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Takes:
 
     of: str
     parameters: tuple[str, ...]
+    since: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ class Decorated:
     says: str
 
 
-def _members(of: str, names: str) -> Members:
-    return Members(of, tuple(names.split()))
+def _members(of: str, names: str, since: tuple[int, int] = (0, 0)) -> Members:
+    return Members(of, tuple(names.split()), since)
 
 
 MEMBERS = (
@@ -53,7 +57,7 @@ MEMBERS = (
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
         "status kv_transfer_params num_computed_tokens num_in_flight_tokens mm_features lora_request "
         "get_skip_reading_prefix_cache trace_headers resumable last_sched_seq sampling_params prefill_stats "
-        "num_preemptions",
+        "num_preemptions block_hashes num_tokens num_output_tokens",
     ),
     _members("vllm.v1.metrics.stats:PrefillStats", "num_local_cached_tokens"),
     _members(
@@ -70,12 +74,14 @@ MEMBERS = (
     _members(
         "vllm.v1.engine.core:EngineCore",
         "collective_rpc set_weight_version pause_scheduler resume_scheduler _finish_pause is_scheduler_paused add_lora "
-        "remove_lora model_executor scheduler sleep vllm_config",
+        "remove_lora model_executor scheduler sleep vllm_config batch_queue_size",
     ),
     _members(
         "vllm.v1.engine.core:EngineCoreProc",
         "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown is_running engines_running",
     ),
+    _members("vllm.v1.engine.core:DPEngineCoreProc", "dp_group"),
+    _members("vllm.distributed.device_communicators.shm_broadcast:SpinCondition", "last_read busy_loop_s"),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
     _members("vllm.config.lora:LoRAConfig", "max_cpu_loras target_modules"),
     _members("vllm.lora.request:LoRARequest", "lora_name lora_int_id lora_path load_inplace"),
@@ -87,7 +93,7 @@ MEMBERS = (
     _members(
         SCHEDULER,
         "requests failed_recving_kv_req_ids _update_from_kv_xfer_finished kv_cache_manager reset_prefix_cache "
-        "defer_block_free processed_step_seq running vllm_config encoder_cache_manager",
+        "defer_block_free processed_step_seq running vllm_config encoder_cache_manager ec_connector",
     ),
     _members("vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "cached"),
     _members(
@@ -167,6 +173,14 @@ MEMBERS = (
     _members(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl", "_ensure_scale_caches _is_per_token_head_quant"
     ),
+    # Read with a default, so that a name that is gone would have another meaning and break nothing.
+    _members("vllm.v1.attention.backends.turboquant_attn:TurboQuantAttentionImpl", "_soa_store"),
+    _members("vllm.v1.attention.backends.rocm_attn:RocmAttentionImpl", "_use_interleaved_v_cache", (0, 33)),
+    _members(
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig",
+        "kv_cache_scheme",
+    ),
+    _members("vllm.config.vllm:VllmConfig", "_limit_max_model_len_to_draft", (0, 33)),
     _members("vllm.multimodal.inputs:MultiModalFeatureSpec", "data identifier modality mm_position"),
     _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz is_rocm"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype enable_prefix_caching"),
@@ -262,6 +276,23 @@ ORDERS = (
         "the order of a step's calls on a worker (runner V1)",
     ),
     Order(
+        f"{V2}.kv_connector:ActiveKVConnector.post_forward",
+        ("wait_for_save", "get_transfer_results", "build_connector_worker_meta", "clear_connector_metadata"),
+        "the order of a step's calls on a worker (runner V2)",
+    ),
+    Order(
+        f"{V2}.kv_connector:ActiveKVConnector.finalize_step",
+        ("wait_for_save", "clear_connector_metadata"),
+        "a step of runner V2 that drafts has ended when its drafter's caches are written",
+        (0, 33),
+    ),
+    Order(
+        f"{V2}.model_runner:GPUModelRunner.sample_tokens",
+        ("post_forward", "propose", "finalize_step"),
+        "a step of runner V2 that drafts ends behind its drafter",
+        (0, 33),
+    ),
+    Order(
         "vllm.model_executor.layers.attention.kv_transfer_utils:maybe_transfer_kv_layer",
         ("wait_for_layer_load", "func", "save_kv_layer"),
         "a layer is announced when what it writes was launched",
@@ -297,5 +328,6 @@ TAKES = (
     ),
     Takes("vllm.platforms.interface:Platform.is_device_capability_family", ("cls", "capability")),
     Takes("vllm.v1.attention.backends.triton_attn:TritonAttentionImpl._ensure_scale_caches", ("self", "kv_cache")),
+    Takes("vllm.utils.deep_gemm:mqa_logits_use_mx_scales", (), (0, 33)),
     Takes("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", ("dtype", "block_size", "head_size")),
 )

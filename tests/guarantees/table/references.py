@@ -63,6 +63,21 @@ GUARANTEES = [
         "test_a_quantization_is_its_method_and_its_settings",
     ),
     Guarantee(
+        "a build of vLLM between two releases is none of them",
+        "vllm_release", "return found[1] if found is not None else version", "return '.'.join(version.split('.')[:2])",
+        "test_a_build_between_two_releases_is_neither",
+    ),
+    Guarantee(
+        "what was read in some releases of vLLM is not said of others",
+        "_opaque", "anywhere=anywhere and facts.vllm_release() in facts.READ", "anywhere=anywhere",
+        "test_what_was_read_in_two_releases_is_not_said_of_others",
+    ),
+    Guarantee(
+        "a prefill of another instance with this one's name is not taken for this one's own",
+        "Consumer", "            self.sources.require_own(remote)\n", "",
+        "test_only_what_comes_from_this_instances_own_place_is_its_own",
+    ),
+    Guarantee(
         "a cache is read for the adapter that it was computed with",
         "prompt_digest", "adapter_of(request)", '""',
         "test_adapters_of_one_name_are_told_apart_by_their_files",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector import __version__
@@ -42,7 +44,7 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         head_size=model.get_head_size(),
         dtype=dtype,
         kv_cache_dtype=kept_as(str(config.cache_config.cache_dtype), dtype),
-        rope=_rope(model),
+        rope=_rope(config),
         speculative=_speculative(config, name, own.weights_version),
         weights=weights_of(model, config.load_config) if version is None else version_name(version),
         quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
@@ -96,39 +98,64 @@ _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 _LLAMA4_TUNES_ABOVE = 32768
 
 
-def _rope(model: Any) -> str:
+_READ_OF_V4 = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def _rope_of_v4(config: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What DeepSeek-V4 reads of its rope parameters, which vLLM's configuration class of 0.32 has flat, and
+    transformers', which 0.33 takes, by kinds of layers.
+
+    Source: vLLM 0.32 and 0.33, `build_rope` of `models/deepseek_v4/common/rope.py`.
+    """
+    of_compressed = parameters.get("compress", parameters)
+    scaled = of_compressed.get("rope_type", of_compressed.get("type", "default")) != "default"
+    told = {name: of_compressed.get(name) for name in _READ_OF_V4} if scaled else {}
+    return {"compress": told, "rope_theta": [config.rope_theta, config.compress_rope_theta]}
+
+
+def _rope(config: VllmConfig) -> str:
     """The rope parameters; with LongRoPE also which of its two sets of factors vLLM takes for all positions: the long
     ones, if the longest request that it serves is longer than what the model was first trained on. Llama 4 goes by that
     length, too, in layers without rope.
 
     Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`.
     """
-    config = model.hf_text_config
-    parameters = getattr(config, "rope_parameters", None)
+    model: Any = config.model_config
+    own = model.hf_text_config
+    parameters = getattr(own, "rope_parameters", None)
     if not isinstance(parameters, Mapping):
         return _canonical(parameters)
+    if hasattr(own, "compress_rope_theta"):
+        return _canonical(_rope_of_v4(own, parameters))
     kinds: list[Any] = [one for one in (parameters, *parameters.values()) if isinstance(one, Mapping)]  # or several
-    otherwise = getattr(config, "original_max_position_embeddings", None) or 0
+    otherwise = getattr(own, "original_max_position_embeddings", None) or 0
     trained = [
         one.get("original_max_position_embeddings") or otherwise
         for one in kinds
         if "longrope" in (one.get("rope_type"), one.get("type"))
     ]
-    told = {"long_factors": [_length_at_load(model) > length for length in trained]} if trained else {}
+    told = {"long_factors": [_length_at_load(config) > length for length in trained]} if trained else {}
     if model.architecture in _LLAMA4:
         stated = model.try_get_generation_config() | model.override_generation_config
-        told["tuned"] = [bool(stated.get("attn_temperature_tuning", _length_at_load(model) > _LLAMA4_TUNES_ABOVE))]
+        told["tuned"] = [bool(stated.get("attn_temperature_tuning", _length_at_load(config) > _LLAMA4_TUNES_ABOVE))]
     return _canonical({**parameters, **told})
 
 
-def _length_at_load(model: Any) -> int:
-    """The longest request by which the model was made: `--max-model-len auto` is that of its configuration until vLLM
-    knows what fits into its caches.
+def _length_at_load(config: VllmConfig) -> int:
+    """The longest request by which the model was made: `--max-model-len auto` is that of its configuration, or what
+    vLLM lowers that to for a drafter, until vLLM knows what fits into its caches.
 
-    Source: vLLM 0.32, `ModelConfig.__post_init__`, `_auto_fit_max_model_len` of `v1/core/kv_cache_utils.py`.
+    Source: vLLM 0.32, `ModelConfig.__post_init__`, `_auto_fit_max_model_len` of `v1/core/kv_cache_utils.py`; 0.33,
+    `VllmConfig._limit_max_model_len_to_draft`.
     """
-    original = model.original_max_model_len
-    return int(model.get_and_verify_max_len(original) if original == -1 else model.max_model_len)
+    model: Any = copy(config.model_config)
+    if model.original_max_model_len == -1:
+        model.max_model_len = model.get_and_verify_max_len(-1)
+        if hasattr(config, "_limit_max_model_len_to_draft"):
+            made_by: Any = copy(config)
+            made_by.model_config = model
+            made_by._limit_max_model_len_to_draft()
+    return int(model.max_model_len)
 
 
 def _canonical(value: Any) -> str:
@@ -279,3 +306,16 @@ def vllm_version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+READ = frozenset({"0.32", "0.33"})
+"""Releases of vLLM that this package was written by."""
+
+_RELEASED = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+(?!g[0-9a-f]{4})[\w.]+)?")
+
+
+def vllm_release() -> str:
+    """What tells vLLM's code from other code of it: `X.Y` of a release, its patches and its builds for other devices;
+    the whole version of whatever else there is: a build between two releases has the code of neither."""
+    found = _RELEASED.fullmatch(version := vllm_version())
+    return found[1] if found is not None else version

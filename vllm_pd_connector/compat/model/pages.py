@@ -87,7 +87,7 @@ def surroundings() -> str:
 
     TurboQuant has the fp8 of its keys in one form on NVIDIA's 8.0 and in another on 9.0, and its records in planes on
     AMD's 9.5; DeepSeek-V4.1's record has its scales behind all values in 0.32, and behind its own in 0.33. Sizes are
-    equal. On the CPU the releases' operators are the same.
+    equal. On the CPU the operators of the releases that were read are the same.
 
     A variable has AMD's backends shuffle a page's inside, which shows in its shape unless a rank has two heads.
 
@@ -97,10 +97,9 @@ def surroundings() -> str:
     import vllm.envs as envs
     from vllm.platforms import current_platform
 
-    capability = current_platform.get_device_capability()
+    capability, release = current_platform.get_device_capability(), facts.vllm_release()
     if capability is None:
-        return f"{current_platform.device_name} {machine()}"
-    release = ".".join(facts.vllm_version().split(".")[:2])
+        return f"{current_platform.device_name} {machine()}{'' if release in facts.READ else f', vLLM {release}'}"
     shuffled = ", shuffled" if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT else ""
     return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}{shuffled}"
 
@@ -143,7 +142,8 @@ def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bo
 
 
 def _opaque(reason: str, *, anywhere: bool = False) -> Page:
-    return Page(Form.OPAQUE, reason=reason, anywhere=anywhere)
+    """`anywhere`: releases that were read write it alike on all devices."""
+    return Page(Form.OPAQUE, reason=reason, anywhere=anywhere and facts.vllm_release() in facts.READ)
 
 
 def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: bool) -> Page:

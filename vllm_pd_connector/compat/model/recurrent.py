@@ -84,7 +84,8 @@ def state_block_tokens(spec: MambaSpec) -> int:
     """
     if spec.mamba_cache_mode not in ("none", "align"):
         raise UnsupportedCache(
-            f"mamba_cache_mode {spec.mamba_cache_mode} is not supported; use --mamba-cache-mode none or align"
+            f"mamba_cache_mode {spec.mamba_cache_mode} is not supported; leave --mamba-cache-mode out: vLLM takes "
+            "align with prefix caching and none without"
         )
     return int(spec.block_size) if spec.mamba_cache_mode == "align" else 0
 
