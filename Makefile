@@ -145,7 +145,7 @@ bench: setup
 	$(RUN) benchmarks/late_legs.py
 	$(RUN) benchmarks/long_prompts.py
 	$(RUN) benchmarks/rates.py --rates 1 4
-	$(RUN) benchmarks/conversations.py --conversations 2
+	$(RUN) benchmarks/conversations.py --conversations 8
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json
 	$(RUN) tools/performance_page.py --take out/bench
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,18 @@ def flatten(document: Any) -> dict[tuple[str, str], float]:
 
 
 def compare(old: Any, new: Any) -> tuple[list[Compared], list[str]]:
-    """What both documents have, and the cases that only one has, with a minus or a plus."""
+    """What both documents have, and the figures and cases that only one has, with a minus or a plus."""
     before, after = flatten(old), flatten(new)
     both = [Compared(*key, before[key], after[key]) for key in before if key in after]
-    gone = dict.fromkeys(f"- {where}" for where, figure in before if (where, figure) not in after)
-    come = dict.fromkeys(f"+ {where}" for where, figure in after if (where, figure) not in before)
-    return both, [*gone, *come]
+    return both, [*_alone("-", before, after), *_alone("+", after, before)]
+
+
+def _alone(sign: str, those: Iterable[tuple[str, str]], others: Iterable[tuple[str, str]]) -> list[str]:
+    """Cases that only `those` have, and figures of cases that both have."""
+    cases, known = {where for where, _ in others}, set(others)
+    found = [f"{sign} {where}" if where not in cases else f"{sign} {figure}, {where}"
+             for where, figure in those if (where, figure) not in known]  # fmt: skip
+    return list(dict.fromkeys(found))
 
 
 def pairs(old: Path, new: Path) -> Iterator[tuple[str, Path, Path]]:

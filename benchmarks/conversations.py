@@ -3,8 +3,8 @@
 Conversations of five turns, one by one, through a prefill and a decode instance. Every turn's prompt is the last one's,
 its answer, and what the client says next. The prefill instance has no prefix cache: it stands for another of several
 than the one that had the last turn. The time to the first token is that of the prefill leg and the decode instance's
-own (`vllm:time_to_first_token_seconds`) together; what prefill computes is `vllm:prompt_tokens_by_source`. Whether all
-variants gave the same answers is said at the end.
+own (`vllm:time_to_first_token_seconds`) together; what prefill computes is `vllm:prompt_tokens_by_source`. It fails (1)
+if a variant's answers are not the first one's.
 
     off          PDConnector: every turn is prefilled whole
     on           PDConnector with `conversations`
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import quiet_nixl  # noqa: E402
-from pull import body  # noqa: E402
+from pull import body, handed_over  # noqa: E402
 
 from benchmarks.report import write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
@@ -66,7 +66,7 @@ def conversation(prefill: Server, decode: Server, model: str, seed: int, both_wa
         before, waited, began = computed(prefill), series(decode, "time_to_first_token_seconds_sum"), time.monotonic()
         handed = post(f"{prefill.url}/v1/completions", body(model, prompt, max_tokens=1, kv_transfer_params=kept))
         spent = time.monotonic() - began
-        params = handed["kv_transfer_params"]
+        params = handed_over(handed)
         request = body(model, prompt, max_tokens=ANSWER_TOKENS, kv_transfer_params=params, return_token_ids=True)
         answer = post(f"{decode.url}/v1/completions", request)
         tokens = answer["choices"][0]["token_ids"]
@@ -80,17 +80,19 @@ def conversation(prefill: Server, decode: Server, model: str, seed: int, both_wa
 
 
 def row(variant: str, runs: dict[str, list[Any]]) -> dict[str, Any]:
-    """A variant's figures by turn: the median time to the first token, and the tokens that prefill computed, the most
-    in any conversation."""
+    """A variant's figures by turn: the median and the longest time to the first token, and the tokens that prefill
+    computed, the most in any conversation."""
     times, computed = ([list(turn) for turn in zip(*runs[key], strict=True)] for key in ("first_token_ms", "computed"))
     return {
         "variant": variant,
-        **{f"first token {turn}, ms": statistics.median(each) for turn, each in enumerate(times, 1)},
+        "conversations": len(runs["computed"]),
+        **{f"first token {turn}, ms": round(statistics.median(each), 1) for turn, each in enumerate(times, 1)},
+        "longest of turns 2 on, ms": round(max(map(max, times[1:])), 1),
         **{f"computed {turn}": max(each) for turn, each in enumerate(computed, 1)},
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--model", choices=MODELS, default="gqa")
@@ -127,10 +129,13 @@ def main() -> None:
             rows.append(row(name, results[name]))
             print(rows[-1], flush=True)
     answers = [result.pop("answers") for result in results.values()]
-    equal = all(each == answers[0] for each in answers)
-    print("answers equal:", equal)
-    write(arguments.into, {"model": arguments.model, "answers equal": equal, "rows": rows, "runs": results})
+    alike = [each == answers[0] for each in answers]
+    for each, same in zip(rows, alike, strict=True):
+        each["answers equal"] = same
+    print("answers equal:", alike)
+    write(arguments.into, {"model": arguments.model, "rows": rows, "runs": results})
+    return 0 if all(alike) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -20,7 +20,6 @@ two cores is, must not give its best moment to one of the two.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 import time
@@ -36,6 +35,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
+
+from other_process import OtherProcess, done, obey  # noqa: E402
 
 from benchmarks.report import write  # noqa: E402
 from vllm_pd_connector.geometry.bind import pair  # noqa: E402
@@ -76,18 +77,19 @@ UNEQUAL: tuple[tuple[Form, Form], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Milliseconds for all bytes of the request; `ratio` is plain / converted, 1 is as fast as a plain copy."""
+    """Milliseconds for all bytes of the request; 1 of `plain_by_converted` is as fast as a plain copy."""
 
     source: str
     destination: str
     plain_ms: float
     converted_ms: float
-    ratio: float
+    plain_by_converted: float
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Milliseconds from binding to the last byte in place; `ratio` is against the same layout's transfer."""
+    """Milliseconds from binding to the last byte in place; of `unequal_by_equal` 1 is as fast as between equal layouts,
+    more is slower."""
 
     transport: str
     source: str
@@ -96,7 +98,7 @@ class Whole:
     runs: int
     equal_ms: float
     unequal_ms: float
-    ratio: float
+    unequal_by_equal: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
     transport = NixlTransport(NixlOptions(**options))
     transport.register((memory.segment,))
     pipe.send((memory.segment, transport.describe()))
-    pipe.recv()
+    obey(pipe, memory.bytes)
     transport.close()
 
 
@@ -175,8 +177,8 @@ class Request:
 
 
 def compare(rounds: int, *actions: Callable[[], object]) -> tuple[list[float], float]:
-    """Shortest time of each of two actions in milliseconds, over rounds that make each once, and the median over rounds
-    of what the second takes in multiples of the first. One more round warms up."""
+    """The median time of each of two actions in milliseconds, over rounds that make each once, and the median over
+    rounds of what the second takes in multiples of the first. One more round warms up."""
     seconds = np.zeros((rounds, len(actions)))
     for i in range(-1, rounds):
         for j, action in enumerate(actions):
@@ -185,7 +187,7 @@ def compare(rounds: int, *actions: Callable[[], object]) -> tuple[list[float], f
             if i >= 0:
                 seconds[i, j] = time.perf_counter() - began
     ratio = float(np.median(seconds[:, 1] / seconds[:, 0]))
-    return [round(float(value) * 1e3, 2) for value in seconds.min(axis=0)], ratio
+    return [round(float(value) * 1e3, 2) for value in np.median(seconds, axis=0)], ratio
 
 
 def name(form: Form) -> str:
@@ -227,15 +229,12 @@ class Pair:
     """Two processes with one transport between them."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(target=serve, args=(child, options), daemon=True)
-        self._process.start()
+        self._process = OtherProcess(serve, options)
         self.memory = Memory()
         self.transport = NixlTransport(NixlOptions(**options))
         self.stager: Stager = Stager(self.transport, (self.memory.segment,), SLAB_BYTES)
         self.transport.register((self.memory.segment, *self.stager.segments))
-        self.theirs, endpoint = self._pipe.recv()
+        self.theirs, endpoint = self._process.answer()
         self.peer = self.transport.connect(endpoint, (self.theirs,))
 
     def request(self, source: Form, destination: Form, tokens: int = TOKENS, *, writes: bool = False) -> Request:
@@ -245,9 +244,17 @@ class Pair:
     def move(self, request: Request, direct: Edge, staged: Edge, *, writes: bool = False) -> int:
         return request.move(self.transport, self.stager, self.peer, direct, staged, writes=writes)
 
+    def clear(self, *, writes: bool) -> None:
+        """What is read or written into."""
+        self._process.ask("clear", LENGTH) if writes else done(self.memory.bytes, "clear", LENGTH)
+
+    def require_whole(self, request: Request, *, writes: bool) -> None:
+        """That all bytes of a request came, since that was cleared; which they are is for tests."""
+        came = self._process.ask("came") if writes else done(self.memory.bytes, "came")
+        assert came == request.tokens * LAYERS * TOKEN_BYTES, f"{came} bytes of {request.tokens} tokens came"
+
     def close(self) -> None:
-        self._pipe.send(None)
-        self._process.join()
+        self._process.close()
         self.transport.close()
 
 
@@ -256,7 +263,9 @@ def measure_whole(transport: str, pair_: Pair, rounds: int, *, writes: bool) -> 
     for source, destination in UNEQUAL:
         equal, unequal = (pair_.request(source, form, writes=writes) for form in (source, destination))
         same, edges = (chunking.split(r.edge, pair_.stager.chunk_bytes, writes=writes) for r in (equal, unequal))
+        pair_.clear(writes=writes)
         runs = pair_.move(unequal, *edges, writes=writes)
+        pair_.require_whole(unequal, writes=writes)
         (equal_ms, unequal_ms), ratio = compare(
             rounds,
             lambda: pair_.move(equal, *same, writes=writes),  # noqa: B023
@@ -275,10 +284,11 @@ def measure_threshold(transport: str, pair_: Pair, rounds: int) -> list[Crossing
     for tokens in (2, 4, 8, 16, 32, 64, 128):
         request = pair_.request(("HND", 128), ("HND", tokens), tokens=TOKENS // 8)
         nothing = without_families(request.edge)
-        pair_.memory.bytes[:] = 0
+        pair_.clear(writes=False)
         pair_.move(request, nothing, request.edge)
+        pair_.require_whole(request, writes=False)
         staged = pair_.memory.bytes.copy()
-        pair_.memory.bytes[:] = 0
+        pair_.clear(writes=False)
         pair_.move(request, request.edge, nothing)
         assert np.array_equal(staged, pair_.memory.bytes), "staged and direct differ"
         (direct_ms, staged_ms), _ = compare(

@@ -5,7 +5,8 @@ sleeping progress thread and without pinning (see `quiet_nixl`); and a plain ins
 pair the client runs the prefill leg itself, outside of the measured time, and streams the decode leg from the decode
 instance: the time is from sending that request to its first token. Requests at once come in waves, eight prefill legs
 and then eight decode legs: with both instances on the same cores, decoding beside a prefill would measure the cores.
-Also measured: the first request to a new peer, also to one that was introduced before (`vllm-pd introduce`), and the
+A decode leg for which no caches came counts as failed, as far as the connector tells. Also measured: the first request
+to a new peer, of 300 tokens, also to one that was introduced before (`vllm-pd introduce`), and the
 processor time that the idle servers burn. The variants take turns for several rounds, each with fresh servers, every
 second round backwards, so that neither whatever else the machine does in a minute nor who comes first favours one.
 
@@ -42,12 +43,15 @@ sys.path.append(str(ROOT))
 
 import quiet_nixl  # noqa: E402
 
+from benchmarks.accuracy.compare import received  # noqa: E402
 from benchmarks.report import markdown, write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
 from examples.make_models import MODELS, make  # noqa: E402
 
 LENGTHS = (16, 1900)
 """Shortest and longest prompt, in tokens; lengths are spread evenly in the logarithm."""
+FIRST_LENGTH = 300
+"""Of the first request."""
 
 OUTPUT_TOKENS = 8
 AT_ONCE = 8
@@ -102,7 +106,8 @@ class Round:
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    median, p95, p99, worst = np.percentile(seconds, [50, 95, 99, 100]) * 1e3
+    """Not a number where nothing was served."""
+    median, p95, p99, worst = np.percentile(seconds or [float("nan")], [50, 95, 99, 100]) * 1e3
     return Spread(*(round(float(value), 1) for value in (median, p95, p99, worst)), requests=len(seconds))
 
 
@@ -220,7 +225,23 @@ class Variant:
             return body(model, prompt)
         keep = {"do_remote_decode": True, "do_remote_prefill": False}
         answer = post(f"{running[0].url}/v1/completions", body(model, prompt, max_tokens=1, kv_transfer_params=keep))
-        return body(model, prompt, kv_transfer_params=answer["kv_transfer_params"])
+        return body(model, prompt, kv_transfer_params=handed_over(answer))
+
+    def computed(self, running: Sequence[Server], legs: int) -> int:
+        """How many of so many decode legs got no caches, and were computed by decode; of a rival nobody tells."""
+        return max(legs - received([running[-1].url]).ended, 0) if self._connector == "PDConnector" else 0
+
+
+def handed_over(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prefill's answer tells decode.
+
+    Raises:
+        RuntimeError: nothing is held, so decode would compute the prompt and be timed as if it had got it.
+    """
+    params = answer.get("kv_transfer_params")
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        raise RuntimeError(f"the prefill instance holds nothing: {params!r}")
+    return params
 
 
 def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path, idle: float) -> Round:
@@ -252,7 +273,9 @@ def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path, 
         def first_tokens(answers: Iterable[list[float] | None]) -> list[float]:
             return [times[0] for times in answers if times]
 
-        [first] = first_tokens([decoded(prefilled(prompt)) for prompt in prompts(1, seed)]) or [float("nan")]
+        generator = random.Random(seed)
+        middle = [generator.randrange(256) for _ in range(FIRST_LENGTH)]
+        [first] = first_tokens([decoded(prefilled(middle))]) or [float("nan")]
         answers = [decoded(prefilled(prompt)) for prompt in prompts(requests, seed + 1)]
         steps = [b - a for times in answers if times for a, b in itertools.pairwise(times)]
         at_once: list[float] = []
@@ -262,6 +285,8 @@ def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path, 
             for begin in range(0, requests, AT_ONCE):
                 legs = list(pool.map(prefilled, asked[begin : begin + AT_ONCE]))
                 at_once += first_tokens(pool.map(decoded, legs))
+        served = [*first_tokens(answers), *at_once]
+        failed += variant.computed(running, len(served) + (first == first))
         return Round(first, first_tokens(answers), at_once, steps, idle_cores(running, idle), failed)
 
 
@@ -272,6 +297,7 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
         return [time for one in rounds for time in times(one)]
 
     starts = [round(float(np.median(one.first_tokens)) * 1e3, 1) for one in rounds if one.first_tokens]
+    starts = starts or [float("nan")]
     idle = [one.idle_cores for one in rounds if one.idle_cores is not None]
     return Result(
         name,
@@ -282,7 +308,7 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
         lowest=min(starts),
         highest=max(starts),
         at_once=spread(pooled(lambda one: one.first_tokens_at_once)),
-        decode_step=round(float(np.median(pooled(lambda one: one.decode_steps))) * 1e3, 1),
+        decode_step=spread(pooled(lambda one: one.decode_steps)).median,
         idle_cores=round(float(np.median(idle)), 3) if idle else None,
         failed=sum(one.failed for one in rounds),
     )
@@ -315,7 +341,7 @@ def ratios(rounds: Mapping[str, Sequence[Round]], to: str) -> list[dict[str, Any
     draw = random.Random(0)
 
     def median(starts: Sequence[Round]) -> float:
-        return float(np.median([time for one in starts for time in one.first_tokens]))
+        return float(np.median([time for one in starts for time in one.first_tokens] or [float("nan")]))
 
     rows = []
     for name in rounds:

@@ -71,9 +71,9 @@ class Point:
     gap_p95: float
 
 
-def arrivals(rate: float, seconds: float) -> list[Request]:
-    """Requests of one run, the same for every kind."""
-    generator = random.Random(f"rates {rate}")
+def arrivals(rate: float, seconds: float, name: str = "rates") -> list[Request]:
+    """Requests of one run, the same for every kind; those of another name share no prompt with them."""
+    generator = random.Random(f"{name} {rate}")
     requests, at = [], generator.expovariate(rate)
     while at < seconds:
         length = round(LENGTHS[0] * (LENGTHS[1] / LENGTHS[0]) ** generator.random())
@@ -105,9 +105,11 @@ async def ask(client: aiohttp.ClientSession, url: str, model: str, request: Requ
     return Timing(1e3 * (moments[0] - sent), gaps)
 
 
-async def measure(kind: str, url_of: Callable[[int], str], model: str, rate: float, seconds: float) -> Point:
+async def measure(
+    kind: str, url_of: Callable[[int], str], model: str, rate: float, seconds: float, name: str = "rates"
+) -> Point:
     """One rate."""
-    requests = arrivals(rate, seconds)
+    requests = arrivals(rate, seconds, name)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         start = time.monotonic()
         found = await asyncio.gather(
@@ -144,7 +146,7 @@ def run(kind: str, rates: Sequence[float], seconds: float, servers: Servers) -> 
         def url_of(number: int) -> str:
             return urls[number % len(urls)]
 
-        await measure(kind, url_of, model.name, 1.0, 6.0)  # the first requests are slow
+        await measure(kind, url_of, model.name, 1.0, 6.0, "first")  # which are slow
         return [await measure(kind, url_of, model.name, rate, seconds) for rate in rates]
 
     try:

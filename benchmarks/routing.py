@@ -176,6 +176,7 @@ def main() -> None:
             "policy": policy,
             "hit_rate": statistics.mean(rates),
             "hit_rates": rates,
+            "least": min(rates),
             "choice_us": statistics.median(choosing) * 1e6,
             "batch_us": statistics.median(hearing) * 1e6,
         }

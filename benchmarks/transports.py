@@ -12,7 +12,7 @@ All of it is done with several pairs of processes, each started anew: on two cor
 1.2 over Mooncake from one pair to the next, and much the same in all rounds of one. What is told of a point is the
 median of the pairs' figures, and the least and the greatest ratio that one of them had.
 
-- bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
+- bare NIXL: one request with all descriptors through the bindings, asked for its state all the time.
 - bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping. Beside it (`ones`) the
   library alone as the port has to use it: in batches of one, whose state can be asked for, and looked at all the time.
   What that is below the other is the bound that the library sets; the rest is what we sleep between looks.
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from other_process import PATIENCE_S, OtherProcess, done, moved, obey
 from report import markdown, write
 from transports_bare import BARE, Bare, BareMooncake, Memory
 from transports_plot import plot, size
@@ -54,6 +54,9 @@ SPREAD = 2
 SERVES = {"read": False, "write": True}
 """Whether peers may use the memory of who does this: a decode instance in mode pull reads and is nobody's target, a
 prefill instance that writes is read from by others."""
+
+WRITTEN = 100
+"""With what the pattern begins that is written, when it is looked whether it came."""
 
 STARTS = 5
 SHORT_S, SHORT_ROUNDS = 0.3, 12
@@ -101,7 +104,7 @@ def serve(pipe: Connection, name: str, length: int) -> None:
     transport.register((memory.segment,))
     bare = BARE[transport_name](options, memory, True)
     pipe.send((memory.segment, transport.describe(), bare.hello()))
-    pipe.recv()
+    obey(pipe, memory.bytes)
     transport.close()
 
 
@@ -119,11 +122,8 @@ class Pair:
             self._other.register((self._far.segment,))
             self.theirs, endpoint = self._far.segment, self._other.describe()
         else:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, child = context.Pipe()
-            self._process = context.Process(target=serve, args=(child, name, length), daemon=True)
-            self._process.start()
-            self.theirs, endpoint, hello = self._pipe.recv()
+            self._process = OtherProcess(serve, name, length)
+            self.theirs, endpoint, hello = self._process.answer()
             for operation, serves in SERVES.items():
                 self.bare[operation] = BARE[transport_name](options, self.memory, serves)
                 self.bare[operation].meet(hello)
@@ -150,24 +150,42 @@ class Pair:
         began = time.monotonic()
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
         while (status := transport.poll(transfer)) is not TransferStatus.DONE:
+            elapsed = time.monotonic() - began
+            assert elapsed < PATIENCE_S, f"{self.name}: a {operation} that does not end"
             if status is not TransferStatus.POSTING:
-                time.sleep(pause(time.monotonic() - began, runs.total_bytes))
+                time.sleep(pause(elapsed, runs.total_bytes))
+
+    def _tell(self, order: str, *args: Any) -> bool:
+        """What the peer does with its memory, see `done`."""
+        return bool(done(self._far.bytes, order, *args) if self._other else self._process.ask(order, *args))
 
     def verify(self, message: int, length: int) -> None:
-        """That a read brings the peer's bytes: its memory is the pattern that ours was before it was cleared."""
-        runs = self.runs("read", message, length)
-        self.memory.bytes[:] = 255
-        self.through_the_port("read", runs)
-        places = zip((runs.source - self.theirs.address).tolist(), runs.destination.tolist(), strict=True)
-        for theirs, ours in places:
-            at = ours - self.memory.segment.address
-            expected = (np.arange(theirs, theirs + length) % 251).astype(np.uint8)
-            assert np.array_equal(self.memory.bytes[at : at + length], expected), "a run is not what the peer has"
+        """That reads and writes, through the port and bare, bring what the other side has: where it goes is cleared
+        before, and what is written is not what was read. Afterwards both sides are as they were."""
+        size, here = message * SPREAD, self.memory
+        for operation in ("read", "write"):
+            runs = self.runs(operation, message, length)
+            ways = [self.through_the_port, *(b.move for b in [self.bare.get(operation)] if b is not None)]
+            ends = (self.theirs, here.segment) if operation == "read" else (here.segment, self.theirs)
+            what = moved(runs, *(end.address for end in ends))
+            if operation == "write":
+                done(here.bytes, "fill", size, WRITTEN)
+            for way in ways:
+                if operation == "read":
+                    done(here.bytes, "clear", size)
+                    way(operation, runs)
+                    came = done(here.bytes, "holds", what, 0)
+                else:
+                    self._tell("clear", size)
+                    way(operation, runs)
+                    came = self._tell("holds", what, WRITTEN)
+                assert came, f"{self.name}, {operation} by {way.__qualname__}: a run is not what the other side has"
+        done(here.bytes, "fill", size)
+        self._tell("fill", size)
 
     def close(self) -> None:
         if self._other is None:
-            self._pipe.send(None)
-            self._process.join()
+            self._process.close()
         else:
             self._other.close()
         for transport, _ in self.ends.values():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+from other_process import PATIENCE_S, fill
 
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
@@ -19,10 +20,11 @@ from vllm_pd_connector.worker.hugepages import collapse
 
 
 class Memory:
-    """`length` bytes that are not zero, on huge pages where the kernel allows."""
+    """`length` bytes of the pattern, on huge pages where the kernel allows."""
 
     def __init__(self, length: int) -> None:
-        self.bytes = np.resize(np.arange(251, dtype=np.uint8), length)
+        self.bytes = np.empty(length, dtype=np.uint8)
+        fill(self.bytes)
         self.segment = Segment(self.bytes.ctypes.data, length, "cpu", 0)
         collapse((self.segment,))
 
@@ -38,7 +40,9 @@ class Bare(Protocol):
 
 
 class BareNixl:
-    """An agent with the connector's own settings."""
+    """An agent with the connector's own settings, asked for a transfer's state all the time: the library is not slowed
+    by a pause of ours. One that writes has a progress thread, as every agent has here whose memory peers may use; the
+    port then posts from a second agent without."""
 
     def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
         self._nixl = importlib.import_module("nixl")._bindings
@@ -70,8 +74,9 @@ class BareNixl:
         opcode = self._nixl.NIXL_READ if reads else self._nixl.NIXL_WRITE
         handle = self._agent.createXferReq(opcode, rows(local), rows(remote), self._peer, b"", [])
         status = self._agent.postXferReq(handle, b"")
+        until = time.monotonic() + PATIENCE_S
         while status == self._nixl.NIXL_IN_PROG:
-            time.sleep(0.0001)
+            assert time.monotonic() < until, f"bare NIXL: a {operation} that does not end"
             status = self._agent.getXferStatus(handle)
         self._agent.releaseXferReq(handle)
 
