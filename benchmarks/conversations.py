@@ -129,12 +129,10 @@ def main() -> int:
             rows.append(row(name, results[name]))
             print(rows[-1], flush=True)
     answers = [result.pop("answers") for result in results.values()]
-    alike = [each == answers[0] for each in answers]
-    for each, same in zip(rows, alike, strict=True):
-        each["answers equal"] = same
-    print("answers equal:", alike)
+    for line, each in zip(rows, answers, strict=True):
+        line["as the first variant's"] = sum(own == first for own, first in zip(each, answers[0], strict=True))
     write(arguments.into, {"model": arguments.model, "rows": rows, "runs": results})
-    return 0 if all(alike) else 1
+    return 0 if all(each == answers[0] for each in answers) else 1
 
 
 if __name__ == "__main__":

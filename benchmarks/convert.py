@@ -12,7 +12,7 @@ The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bflo
 - threshold: the same bytes directly and by way of the staging buffer, for runs of different lengths. Where the two take
   equally long is what `geometry.staging.chunks.RUN_COST_BYTES` should be.
 
-Times are the best of several rounds: what else runs on the machine only adds. The variants of a round run one after
+Times are medians of several rounds, after one in which it is looked whether all bytes come. The variants of a round run one after
 another, and a ratio is the median of the rounds' own ratios: a machine that is twice as fast for a second, which TCP on
 two cores is, must not give its best moment to one of the two.
 """
@@ -245,8 +245,9 @@ class Pair:
         return request.move(self.transport, self.stager, self.peer, direct, staged, writes=writes)
 
     def clear(self, *, writes: bool) -> None:
-        """What is read or written into."""
-        self._process.ask("clear", LENGTH) if writes else done(self.memory.bytes, "clear", LENGTH)
+        """What is read or written into; where it comes from is filled."""
+        done(self.memory.bytes, "fill" if writes else "clear", LENGTH)
+        self._process.ask("clear" if writes else "fill", LENGTH)
 
     def require_whole(self, request: Request, *, writes: bool) -> None:
         """That all bytes of a request came, since that was cleared; which they are is for tests."""

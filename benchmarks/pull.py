@@ -298,12 +298,13 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
 
     starts = [round(float(np.median(one.first_tokens)) * 1e3, 1) for one in rounds if one.first_tokens]
     starts = starts or [float("nan")]
+    first = [one.first_request for one in rounds if one.first_request == one.first_request] or [float("nan")]
     idle = [one.idle_cores for one in rounds if one.idle_cores is not None]
     return Result(
         name,
         starts=len(rounds),
-        first_request=round(float(np.median([one.first_request for one in rounds])) * 1e3, 1),
-        first_worst=round(max(one.first_request for one in rounds) * 1e3, 1),
+        first_request=round(float(np.median(first)) * 1e3, 1),
+        first_worst=round(max(first) * 1e3, 1),
         idle_machine=spread(pooled(lambda one: one.first_tokens)),
         lowest=min(starts),
         highest=max(starts),
