@@ -12,9 +12,9 @@ The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bflo
 - threshold: the same bytes directly and by way of the staging buffer, for runs of different lengths. Where the two take
   equally long is what `geometry.staging.chunks.RUN_COST_BYTES` should be.
 
-Times are medians of several rounds, after one in which it is looked whether all bytes come. The variants of a round run one after
-another, and a ratio is the median of the rounds' own ratios: a machine that is twice as fast for a second, which TCP on
-two cores is, must not give its best moment to one of the two.
+Times are medians of several rounds, after one in which it is looked whether all bytes come. The variants of a round run
+one after another, and a ratio is the median of the rounds' own ratios: a machine that is twice as fast for a second,
+which TCP on two cores is, must not give its best moment to one of the two.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ MEMBERS = (
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
         "status kv_transfer_params num_computed_tokens num_in_flight_tokens mm_features lora_request "
         "get_skip_reading_prefix_cache trace_headers resumable last_sched_seq sampling_params prefill_stats "
-        "num_preemptions block_hashes num_tokens num_output_tokens",
+        "num_preemptions priority arrival_time",
     ),
     _members("vllm.v1.metrics.stats:PrefillStats", "num_local_cached_tokens"),
     _members(
@@ -93,7 +93,8 @@ MEMBERS = (
     _members(
         SCHEDULER,
         "requests failed_recving_kv_req_ids _update_from_kv_xfer_finished kv_cache_manager reset_prefix_cache "
-        "defer_block_free processed_step_seq running vllm_config encoder_cache_manager ec_connector",
+        "defer_block_free processed_step_seq running vllm_config encoder_cache_manager ec_connector "
+        "deferred_frees",
     ),
     _members("vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "cached"),
     _members(

@@ -32,10 +32,7 @@ from tests.support.scheduler.engines import (
     read,
     transfer,
 )
-from tests.support.scheduler.push_halves import ASK, PushPeer
 from tests.support.scheduler.workers import SimulatedWorker
-from vllm_pd_connector.compat.blocks import prompt_digest
-from vllm_pd_connector.protocol.wire.push_messages import PushState
 from vllm_pd_connector.scheduler.half import GAUGES
 
 PROMPT = list(range(40))
@@ -146,31 +143,6 @@ def test_a_running_prefill_that_nobody_has_asked_for_is_preempted_with_all_its_b
     assert prefill.held() == len(prefill.blocks_of("other"))
     prefill.run("other", "p")
     assert prefill.ended("p").kv_transfer_params is not None and prefill.held() == 4
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["of another", "of its own, which vLLM does not look up"])
-def test_a_preempted_prefill_that_is_written_from_is_in_nobodys_way(engine: Any, own: bool) -> None:
-    """What is held of it leaves no room for who is to go on before it, or for itself."""
-    pool = {"blocks": 8 if own else 6, "step_tokens": BLOCK + 1, "scheduling": "priority"}
-    prefill = engine(transfer("kv_producer", mode="push"), **pool)
-    half = prefill.connector.scheduler
-    prefill.add("other", PROMPT[: BLOCK - 1], max_tokens=(1 if own else 2) * BLOCK, priority=-1)
-    prefill.step()
-    asked = prefill.add("p", list(range(100, 100 + (6 if own else 4) * BLOCK)), ASK, max_tokens=1, priority=5)
-    asked.skip_reading_prefix_cache = asked.sampling_params.skip_reading_prefix_cache = own  # prompt_logprobs
-    peer = PushPeer(half)
-    answer = peer.register(prompt_digest(asked, len(asked.prompt_token_ids)), len(asked.prompt_token_ids))
-    for _ in range(10):
-        prefill.step()
-        if asked.num_preemptions:
-            break
-    assert half.producer.progress.blocks.num_held_for("p") > 1
-    prefill.run("other", "p")
-    assert answer().state is PushState.FAILED and "is in the way of request" in answer().reason
-    assert prefill.ended("p").kv_transfer_params is not None
-    prefill.rest()
-    given_back(prefill)
-    peer.close()
 
 
 def test_a_reset_in_the_midst_of_a_prefill_that_nobody_has_asked_for_comes_about(engine: Any) -> None:

@@ -55,11 +55,6 @@ def is_preempted(request: Request) -> bool:
     return request.status is RequestStatus.PREEMPTED
 
 
-def begin_alike(one: Request, other: Request) -> bool:
-    """Whether vLLM may find a block of one request for the other: their first blocks have one hash."""
-    return bool(one.block_hashes) and one.block_hashes[:1] == other.block_hashes[:1]
-
-
 def was_aborted(request: Request) -> bool:
     """Whether its client is gone, or it was withdrawn."""
     return request.status is RequestStatus.FINISHED_ABORTED

@@ -65,9 +65,9 @@ def prefix_digests(
     return digests
 
 
-def note_without_blocks(manager: KVCacheManager, without: set[str], loaded: set[str]) -> None:
-    """Have the names of requests that find no blocks added to `without` from now on, and to `loaded` those of requests
-    that wait with what was loaded for them: vLLM asks for more blocks before they run, and not about them any more.
+def note_without_blocks(manager: KVCacheManager, told: Callable[[str, bool], None]) -> None:
+    """Have `told` hear of each request that finds no blocks from now on, and whether it waits with what was loaded for
+    it: vLLM asks for more blocks before it runs, and not about it any more.
 
     Source: vLLM 0.32, `KVCacheManager.allocate_slots`, of which the scheduler alone learns it.
     """
@@ -76,8 +76,7 @@ def note_without_blocks(manager: KVCacheManager, without: set[str], loaded: set[
     @wraps(allocate)
     def allocate_slots(request: Request, *args: Any, **more: Any) -> KVCacheBlocks | None:
         if (found := allocate(request, *args, **more)) is None:
-            waits = request.status is not RequestStatus.RUNNING and request.num_computed_tokens
-            (loaded if waits else without).add(request.request_id)
+            told(request.request_id, request.status is not RequestStatus.RUNNING and request.num_computed_tokens > 0)
         return found
 
     manager.allocate_slots = allocate_slots

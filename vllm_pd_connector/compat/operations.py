@@ -48,6 +48,9 @@ LOSES_WEIGHTS: Final = 2
 """The sleep level from which on weights are not kept."""
 
 
+_QUEUED = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+
+
 class Operator(Protocol):
     """Who hears of it, in the engine core's thread."""
 
@@ -250,6 +253,13 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
         return instead(call, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def will_free_blocks(scheduler: Any) -> bool:
+    """Whether a request runs, loads, or has ended and is kept, or a step in flight still writes what was freed; those
+    that wait in a queue have no blocks, or wait for more."""
+    states = (request.status for request in scheduler.requests.values())
+    return bool(scheduler.deferred_frees) or not _QUEUED.issuperset(states)
 
 
 def with_adapter(scheduler: Any, number: int) -> set[str]:

@@ -8,6 +8,7 @@ wait for an engine step (leases, renewals, the side channel) lives in the thread
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,7 @@ class SchedulerHalf:
         self.fills_unequal_hits = True  # and vLLM can take a hit that is deeper in one group than in another
         self._without_blocks: set[str] = set()  # who found none, where conversations could give some
         self._loaded_without: set[str] = set()  # the same in this step, of who is not asked about any more
+        self._lacked_blocks = False  # somebody, in this step
         self._held_back: set[str] = set()
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
@@ -125,14 +127,18 @@ class SchedulerHalf:
         self._manager = manager
         self.fills_unequal_hits = not fails_over_unequal_hits(manager)
         spare_lookups(manager, self.share.holds_back)
-        if self.producer.lending.enabled:
-            note_without_blocks(manager, self._without_blocks, self._loaded_without)
+        if self.producer.lending.enabled or self.producer.progress.enabled:
+            note_without_blocks(manager, self._found_no_blocks)
 
         def tables(request_id: str) -> list[list[int]]:
             ids = manager.get_block_ids(request_id)
             return [ids[group] for group in self.group_ids]
 
         self.producer.progress.tables = tables
+
+    def _found_no_blocks(self, request_id: str, loaded: bool) -> None:
+        self._lacked_blocks = True
+        (self._loaded_without if loaded else self._without_blocks).add(request_id)
 
     def _refused(self, request: Request) -> None:
         """This engine ends and does not take a request: what it came for needs no keeping, and nobody waits for it."""
@@ -165,7 +171,6 @@ class SchedulerHalf:
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
         self.producer.make_room(self.producer.lending.blocks_for(request))
-        self.producer.progress.make_way(request, num_computed_tokens)
         if request.request_id in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
             self._without_blocks.discard(request.request_id)
             self.producer.give_up_oldest()
@@ -232,6 +237,9 @@ class SchedulerHalf:
         computes = bool(output.num_scheduled_tokens)
         self._held_back = self.share.step()
         calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
+        if self._lacked_blocks and self._stands_still():  # which none of what is given back now was there for
+            self.producer.progress.make_way(time.monotonic())
+        self._lacked_blocks = False
         self.producer.drain()
         if self._loaded_without:  # nobody behind it is scheduled either
             self._loaded_without.clear()
@@ -248,6 +256,14 @@ class SchedulerHalf:
             aborts=aborts,
             held=self.producer.take_held(),
         )
+
+    def _stands_still(self) -> bool:
+        """Whether no block will be free by itself but what is held of unfinished prefills."""
+        offers = self.producer.progress.num_offered
+        if not offers or offers != self.producer.num_leases or self._quarantine is None:
+            return False
+        loads = self.consumer.waiting or self._quarantine.num_blocks
+        return not (loads or self.operations.busy or self.operations.runs)
 
     def _num_waiting(self) -> int:
         # A turn that is held back may wait for an answer, too.

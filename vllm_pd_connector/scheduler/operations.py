@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import encoded_media
-from vllm_pd_connector.compat.operations import compute_here, watch, with_adapter
+from vllm_pd_connector.compat.operations import compute_here, watch, will_free_blocks, with_adapter
 from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME
@@ -141,6 +141,11 @@ class Operations:
 
     def resumed(self) -> None:
         self._pause = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether vLLM has requests that will give blocks back by themselves, or nobody knows."""
+        return self._scheduler is None or will_free_blocks(self._scheduler)
 
     @property
     def busy(self) -> bool:

@@ -10,17 +10,19 @@ anybody has asked. It may be written from as soon as it is offered, without anot
 before. What nobody has asked for is taken back where vLLM needs blocks, and offered again with the next step.
 
 What somebody has asked for stays held of a prefill that vLLM preempts, and may be in the way of whoever is to go on
-before it, or its own where vLLM finds none of it as a prefix. Then its push fails, and the blocks go back.
+before it, or its own where vLLM finds none of it as a prefix. When nothing goes on any more for that, its push fails,
+and the blocks go back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.compat.blocks import begin_alike, is_preempted
-from vllm_pd_connector.compat.model.caches import group_block_tokens, group_kinds
+from vllm_pd_connector.compat.blocks import is_preempted
+from vllm_pd_connector.compat.model.caches import group_kinds
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import GroupKind
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 TablesOf = Callable[[str], Sequence[list[int]]]
 AllTablesOf = Callable[[str, Sequence[list[int]], int], tuple[BlockTable, ...]]
 
+
+STUCK_S = 1.0
+"""Steps in flight have ended by then, mostly; who waits has not lost patience."""
 
 _NONE = BlockTable.of(0, ())
 
@@ -58,25 +63,27 @@ class PrefillProgress:
 
     Args:
         enabled: whether anything is to be told before a prefill has finished.
-        dcp_size: ranks that each have a part of every block's tokens.
         tables_of: as `LeasedTables.of`, if the last step of a prompt is to be told of with all groups' blocks.
 
     `tables` and `blocks` are there once vLLM has its pool, `pushes` while the side channel serves.
     """
 
-    def __init__(
-        self, enabled: bool, kv_cache_config: KVCacheConfig, dcp_size: int = 1, tables_of: AllTablesOf | None = None
-    ) -> None:
+    def __init__(self, enabled: bool, kv_cache_config: KVCacheConfig, tables_of: AllTablesOf | None = None) -> None:
         self.number = 0
         self.tables: TablesOf | None = None
         self.blocks: HeldBlocks | None = None
         self.pushes: PushService | None = None
-        self._block_tokens = group_block_tokens(kv_cache_config, dcp_size)
         self._full = [kind is GroupKind.FULL for kind in group_kinds(kv_cache_config)]
         self._tables_of = tables_of if not all(self._full) else None
-        self._enabled = enabled and (any(self._full) or self._tables_of is not None)
+        self.enabled = enabled and (any(self._full) or self._tables_of is not None)
         self._running: dict[str, _Running] = {}
         self._offered: set[str] = set()  # of which blocks are held
+        self._stuck_since = inf
+
+    @property
+    def num_offered(self) -> int:
+        """Prefills of which something is held."""
+        return len(self._offered)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Follow a prefill of which `num_tokens` will be handed over."""
@@ -107,7 +114,7 @@ class PrefillProgress:
         going = {name: self._running[name] for name in computed if name in self._running}
         for running in going.values():
             running.step = self.number
-        if not going or not self._enabled or self.tables is None:
+        if not going or not self.enabled or self.tables is None:
             return
         offers: list[Offer] = []
         needed = pushes.needed(going)
@@ -143,33 +150,28 @@ class PrefillProgress:
         if self._offered and self.pushes is not None:
             self._release(self.pushes.taken_back(self._offered))
 
-    def make_way(self, request: Request, hit: int) -> None:
-        """vLLM looks whether a request can begin, of whose prompt it finds `hit` tokens; nobody behind it begins
-        before. Where what is held of preempted prefills leaves no room for it, they are behind it, or it is one of
-        them: it could wait for ever, so nobody gets those any more, the latest first."""
-        if not self._offered or self.pushes is None or self.blocks is None:
+    def went_on(self) -> None:
+        """A request or a lease has ended."""
+        self._stuck_since = inf
+
+    def make_way(self, now: float) -> None:
+        """In this engine step nothing runs though somebody wants blocks, and none will be free but what is held here.
+        When it has come to that again after STUCK_S in which nothing ended, nobody gets the latest of the preempted
+        prefills: who is to go on either finds no room, or gets so far as to find none again."""
+        self._stuck_since = min(self._stuck_since, now)
+        if now < self._stuck_since + STUCK_S or self.pushes is None or self.blocks is None:
             return
-        blocks, total = self.blocks, self.blocks.num_in_pool
-        tokens_of = [tokens for tokens, full in zip(self._block_tokens, self._full, strict=True) if full]
-        least = request.num_tokens + (request.num_output_tokens > 0)  # who has begun needs room for another
-        needed = sum(-(-least // tokens) for tokens in tokens_of)
-        if needed <= blocks.pool_sizes[1]:
+        followed = (self._running[name].request for name in self._offered)
+        if not (preempted := [request for request in followed if is_preempted(request)]):
             return
-        waiting = [n for n, one in self._running.items() if n in self._offered and is_preempted(one.request)]
-        while waiting:
-            stay = len({i for name in waiting for i in blocks.ids_of(name)})
-            if any(begin_alike(request, self._running[name].request) for name in waiting):
-                stay -= min(stay, sum(hit // tokens for tokens in tokens_of))  # it may have found those
-            if needed + stay <= total:
-                break
-            name = request.request_id if request.request_id in waiting else waiting[-1]
-            self.pushes.failed(
-                name,
-                f"the prefill was preempted, and what is written of it is in the way of request {request.request_id}, "
-                f"which needs {needed} of {total} blocks, {stay} are held. Give the prefill instance more blocks, or "
-                "let it run fewer requests at once (--max-num-seqs)",
-            )
-            waiting.remove(name)
+        latest = max(preempted, key=lambda request: (request.priority, request.arrival_time)).request_id
+        self._stuck_since = now
+        self.pushes.failed(
+            latest,
+            f"the prefill was preempted, and the {self.blocks.num_held_for(latest)} blocks that are written of it are "
+            f"in the way of all that could go on, of {self.blocks.num_in_pool}. Give the prefill instance more blocks, "
+            "or let it run fewer requests at once (--max-num-seqs)",
+        )
         self.let_go()
 
     def fail(self, reason: str, among: Collection[int] | None = None) -> None:

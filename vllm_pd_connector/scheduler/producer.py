@@ -99,7 +99,7 @@ class Producer:
         self._unfinished: dict[str, Request] = {}  # prefills for decode instances
         of_all = self._tables.of if config.push_when == "layers" else None
         self.progress = PrefillProgress(
-            config.push_when != "end", kv_cache_config, parallel.decode_context_parallel_size, of_all
+            self._keeps and config.pushes and config.push_when != "end", kv_cache_config, of_all
         )
 
     @property
@@ -288,6 +288,7 @@ class Producer:
     def ended(self, request_id: str) -> None:
         """A request ended, however."""
         self._unfinished.pop(request_id, None)
+        self.progress.went_on()
         self._spans.over(request_id)
         self._going.pop(request_id, None)
         self._tables.over(request_id)
@@ -364,6 +365,7 @@ class Producer:
         self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
         for request_id, reason in [entry for entry in freed if entry not in self._traced]:
             ended.append(request_id)
+            self.progress.went_on()
             self._spans.ended(request_id, reason)
             self._leased.discard(request_id)
             if request_id in self._blocks:

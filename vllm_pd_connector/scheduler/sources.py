@@ -82,9 +82,10 @@ class Sources:
 
     def require_own(self, remote: RemotePrefill) -> None:
         """Refuse what another instance has answered under this one's engine_id: it would be computed here in silence.
+        Where a router sends both legs at once it names the place as it likes, and nobody can tell.
 
         Raises:
-            ProtocolError: it comes from another place than this instance's.
+            ProtocolError: it tells another place than this instance's.
         """
         place, own = (remote.remote_host, remote.remote_port), self.home
         if own is not None and place != (own.host, own.port):

@@ -111,7 +111,8 @@ class Prefill(PushPeer):
         self.tables: dict[str, list[list[int]]] = {}
         unaligned = SimpleNamespace(enable_partial_hash_hits=False)
         config = SimpleNamespace(kv_cache_groups=())
-        of_vllm = {"coordinator": unaligned, "kv_cache_config": config, "prefix_cache_lookup_enabled": bool}
+        of_vllm: dict[str, Any] = {"coordinator": unaligned, "kv_cache_config": config}
+        of_vllm |= {"prefix_cache_lookup_enabled": bool, "allocate_slots": list}
         half.bind_cache_manager(SimpleNamespace(**of_vllm, get_block_ids=self.tables.__getitem__))
         self.free = self.pool.get_num_free_blocks()
         super().__init__(half)

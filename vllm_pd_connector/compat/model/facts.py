@@ -311,7 +311,8 @@ def vllm_version() -> str:
 READ = frozenset({"0.32", "0.33"})
 """Releases of vLLM that this package was written by."""
 
-_RELEASED = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+(?!g[0-9a-f]{4})[\w.]+)?")
+_RELEASED = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+(?!(g|git)?[0-9a-f]{7}|.*\bd\d{8})[\w.]+)?")
+"""What follows a plus tells a device or, as NVIDIA's images have it, a commit; a date, that files were changed."""
 
 
 def vllm_release() -> str:
