@@ -3,7 +3,8 @@
     python tools/performance_page.py [--take out/bench] [--check]
 
 A table of a page stands between `<!-- NAME.json TABLE -->` and `<!-- end -->`, and is what that document has there;
-what stands around it is written by hand. `--take` first copies a run's documents over those that are kept, with the
+what stands around it is written by hand. The goals between `<!-- goals -->` and `<!-- end -->` are made from several
+documents (`goals.py`). `--take` first copies a run's documents over those that are kept, with the
 commit and the machine, and its pictures over those of their names in docs/images; documents that no page shows get a
 section at the end of the first. `--check` writes nothing, and says whether the page is as the documents are. `make
 bench` runs it.
@@ -17,17 +18,22 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.report import as_json, commit, machine, markdown, tables  # noqa: E402
+from tools.goals import goals  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 PAGES = (PAGE, ROOT / "docs" / "scale.md")
 BLOCK = re.compile(r"<!-- (?P<file>[\w-]+)\.json (?P<table>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+GOALS = re.compile(r"<!-- goals -->\n.*?<!-- end -->", re.DOTALL)
 
 
 class PageError(Exception):
@@ -61,7 +67,14 @@ def render(page: str, results: Path = RESULTS) -> str:
     Raises:
         PageError: see `block`.
     """
-    return BLOCK.sub(lambda found: block(found["file"], found["table"], results), page)
+
+    def document(name: str) -> Any:
+        return json.loads((results / f"{name}.json").read_text())
+
+    def table(_: re.Match[str]) -> str:
+        return f"<!-- goals -->\n{markdown(goals(document))}\n<!-- end -->"
+
+    return GOALS.sub(table, BLOCK.sub(lambda found: block(found["file"], found["table"], results), page))
 
 
 def take(run: Path, results: Path, images: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.compare import Compared, compare, pairs
 from benchmarks.report import figures, markdown, tables, write
+from tools.goals import Goal, goals
 from tools.performance_page import BLOCK, PAGES, RESULTS, PageError, render, take, with_sections
 
 
@@ -100,3 +101,28 @@ def test_kept_documents_say_what_they_ran_on() -> None:
     for path in RESULTS.glob("*.json"):
         document = json.loads(path.read_text(), parse_constant=lambda word, path=path: pytest.fail(f"{path}: {word}"))
         assert document["machine"]["cores"] and document["commit"]
+
+
+def test_a_goal_is_met_when_all_that_it_is_for_was_had_and_is_within() -> None:
+    cases = [("a", 0.1), ("b", 0.3)]
+    assert Goal("x", 0.3, cases).row() == {
+        "goal": "x", "limit": "at most 0.3", "worst": 0.3, "of": "b", "within": "2 of 2", "met": "yes"
+    }  # fmt: skip
+    assert [Goal("x", limit, cases).row()["met"] for limit in (0.2, 0.05)] == ["no", "no"]
+    least = Goal("x", 0.2, cases, least=True).row()
+    assert (least["worst"], least["of"], least["within"], least["met"]) == (0.1, "a", "1 of 2", "no")
+    lacking = Goal("x", 0.3, [*cases, ("c", None)]).row()
+    assert (lacking["of"], lacking["within"], lacking["met"]) == ("b, c not had", "2 of 3", "no")
+    assert Goal("x", 0.3, []).row()["met"] == "no"
+
+
+def test_the_goals_of_the_page_are_of_what_is_kept() -> None:
+    """Each case of every document that has goals counts."""
+    documents = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    rows = goals(documents.__getitem__)
+    assert "<!-- goals -->" in PAGES[0].read_text()
+    over = [row for row in documents["transports"]["summary"] if row["connector / bare, median"] < row["goal"]]
+    missed = [row for row in rows if row["goal"].startswith("of the bare library's") and row["met"] == "no"]
+    assert sum(int(row["within"].split()[2]) - int(row["within"].split()[0]) for row in missed) == len(over)
+    steps = [row for row in documents["step"]["rows"] if "does nothing" not in row["case"]]
+    assert sum(int(row["within"].split()[2]) for row in rows if row["goal"].endswith("thread, us")) == len(steps)
