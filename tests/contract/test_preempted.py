@@ -97,6 +97,34 @@ def test_a_preempted_prefill_of_which_vllm_finds_what_is_held_goes_on_for_who_as
     assert answer().state is not PushState.FAILED and prefill.held() == 6
 
 
+def test_what_will_free_blocks_is_waited_for(engine: Any, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = engine(PUSH, step_tokens=BLOCK + 1, scheduling="priority", blocks=8)
+    other = prefill.add("other", OTHER, max_tokens=BLOCK, priority=-1)
+    prefill.step()
+    request, _ = asked(prefill, 6, hidden=True)
+    assert preempted(request, prefill)
+    half, scheduler = prefill.connector.scheduler, prefill.scheduler
+    assert other.status is RequestStatus.RUNNING and not half._stands_still()
+    prefill.run("other")
+    prefill.rest()
+    assert half._stands_still()
+    for status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.FINISHED_LENGTH_CAPPED):
+        with monkeypatch.context() as patch:  # that another connector loads, or keeps
+            patch.setitem(scheduler.requests, "kept", SimpleNamespace(status=status))
+            assert not half._stands_still(), status
+    for owner, name, value in (
+        (scheduler, "deferred_frees", [(1, [])]),
+        (type(half._quarantine), "num_blocks", 1),
+        (type(half.consumer), "waiting", {"x"}),
+        (type(half.operations), "busy", True),
+        (type(half.producer), "num_leases", 2),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not half._stands_still(), name
+    assert half._stands_still()
+
+
 class Told:
     """What stands for the pushes and the blocks of an instance: everything is asked for."""
 
