@@ -103,6 +103,7 @@ class World:
         self.pushes = PushService(self.leases, threading.Lock(), lambda: None, lambda: self.now)
         self.pushes.enable([TOKEN] * WORKERS, LEASE_S)
         self.half.producer._server = self  # type: ignore[assignment]
+        self.half.producer.progress.pushes = self.pushes
         self.half.producer.progress.tables = lambda _: [self.ids]
         self.request = make_request("p-1", ASK)
         self.ids: list[int] = []
