@@ -1,17 +1,14 @@
-"""What belongs to one transport or to none: creation, options, endpoints, errors, faults, huge pages."""
+"""What belongs to one transport or to none: creation, options, endpoints, errors, faults."""
 
 from __future__ import annotations
 
 import importlib
-import logging
-import mmap
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +22,6 @@ from vllm_pd_connector.transport.nixl import bindings
 from vllm_pd_connector.transport.nixl.agents import Library, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, described
 from vllm_pd_connector.transport.registry import create, names
-from vllm_pd_connector.worker import hugepages
 
 SIZE = 1 << 16
 
@@ -207,39 +203,6 @@ def test_loopback_refuses_device_memory() -> None:
     with pytest.raises(TransferError, match="CPU memory only"):
         transport.register([Segment(address=1 << 40, length=4096, device="cuda", device_id=0)])
     transport.close()
-
-
-@settings(deadline=None)
-@given(st.integers(1, 1 << 40), st.integers(0, 1 << 30))
-def test_the_huge_part_is_aligned_inside_and_misses_less_than_a_page_per_end(address: int, length: int) -> None:
-    start, size = hugepages.huge_part(address, length)
-    assert start % hugepages.HUGE_PAGE == 0 and size % hugepages.HUGE_PAGE == 0
-    if size:
-        assert address <= start < address + hugepages.HUGE_PAGE
-        assert 0 <= address + length - (start + size) < hugepages.HUGE_PAGE
-    else:
-        assert length < 2 * hugepages.HUGE_PAGE
-
-
-def test_collapsing_changes_no_byte() -> None:
-    with mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
-        memory = np.frombuffer(region, dtype=np.uint8)
-        memory[:] = np.arange(8 << 20, dtype=np.uint64).astype(np.uint8)
-        before = memory.tobytes()
-        segment = Segment(address=int(memory.ctypes.data), length=8 << 20, device="cpu", device_id=0)
-        thread = hugepages.collapse_in_background([segment])
-        assert thread.daemon
-        thread.join()
-        assert memory.tobytes() == before
-        del memory
-
-
-def test_a_kernel_that_refuses_is_only_a_debug_message(caplog: pytest.LogCaptureFixture) -> None:
-    nowhere = Segment(address=1 << 46, length=4 << 20, device="cpu", device_id=0)
-    on_a_device = Segment(address=1 << 46, length=4 << 20, device="cuda", device_id=0)
-    with caplog.at_level(logging.DEBUG, logger="vllm_pd_connector"):
-        assert hugepages.collapse([nowhere, on_a_device]) == 0
-    assert "2 of 2 huge pages refused (last: ENOMEM)" in caplog.text
 
 
 def test_what_nixl_was_told_of_ways_and_devices_is_said_as_it_is_used() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
@@ -26,7 +27,7 @@ from vllm_pd_connector.sidechannel.bell import ENDED, HERE, LONGEST, RECEIVED, B
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.transport.loopback import LoopbackTransport
-from vllm_pd_connector.worker import checksum_server, transfer_loop
+from vllm_pd_connector.worker import checksum_server, hugepages, transfer_loop
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
 from vllm_pd_connector.worker.push.waves import WaveCount
@@ -172,6 +173,27 @@ def test_sleeping_leaves_no_descriptor_behind(half: WorkerHalf) -> None:
     cycle()
     found = cycle()
     until(lambda: cycle() <= found, "as many as before")
+
+
+def test_no_huge_pages_are_made_while_asleep(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor beside those of a former waking."""
+    events: list[str] = []
+
+    class Background:
+        def __init__(self, segments: Any) -> None:
+            self.name = f"of {len(events)}"
+            events.append(f"{self.name} begins")
+
+        def end(self) -> None:
+            events.append(f"{self.name} ends")
+
+    monkeypatch.setattr(hugepages, "Background", Background)
+    half._config = msgspec.structs.replace(half._config, huge_pages=True)
+    half.unregister()
+    for _ in range(2):
+        half.restore()
+        half.unregister()
+    assert events == ["of 0 begins", "of 0 ends", "of 2 begins", "of 2 ends"]
 
 
 def test_a_waking_that_failed_can_be_asked_for_again(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ class WorkerHalf:
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
         self._checksums: ChecksumServer | None = None
+        self._huge_pages: hugepages.Background | None = None
         self._ending: list[TransferLoop | ChecksumServer] = []  # told to end, and not known to have ended
         self._kv_caches: dict[str, torch.Tensor] = {}
 
@@ -154,7 +155,7 @@ class WorkerHalf:
         if protocol := protocol_of(self._config.transport, transport_endpoint):
             self._outbox.speaks(self._config.transport, protocol)
         if self._config.huge_pages:
-            hugepages.collapse_in_background(manifest.segments)
+            self._huge_pages = hugepages.Background(manifest.segments)
         logger.info(
             "registered %d logical tensors of %d layers in %d memory segment(s) with %s",
             len(manifest.tensors),
@@ -194,6 +195,9 @@ class WorkerHalf:
 
     def _end_threads(self) -> None:
         """Tell those that touch the caches to end, and wait a while for it; see `_ending`."""
+        if self._huge_pages is not None:
+            self._huge_pages.end()
+            self._huge_pages = None
         self._ending += [thread for thread in (self._checksums, self._loop) if thread is not None]
         self._checksums = self._loop = None
         for thread in self._ending:
