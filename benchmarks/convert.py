@@ -48,7 +48,6 @@ from vllm_pd_connector.geometry.staging import chunks as chunking  # noqa: E402
 from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer  # noqa: E402
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions  # noqa: E402
 from vllm_pd_connector.transport.nixl.transport import NixlTransport  # noqa: E402
-from vllm_pd_connector.worker.hugepages import collapse  # noqa: E402
 from vllm_pd_connector.worker.staging.stager import Stager  # noqa: E402
 
 LAYERS, TOKENS = 28, 4096
@@ -117,7 +116,6 @@ class Memory:
     def __init__(self) -> None:
         self.bytes = np.resize(np.arange(251, dtype=np.uint8), LENGTH)
         self.segment = Segment(self.bytes.ctypes.data, LENGTH, "cpu", 0)
-        collapse((self.segment,))
 
 
 def serve(pipe: Connection, options: dict[str, Any]) -> None:

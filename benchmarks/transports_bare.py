@@ -16,17 +16,15 @@ from other_process import PATIENCE_S, fill
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters
-from vllm_pd_connector.worker.hugepages import collapse
 
 
 class Memory:
-    """`length` bytes of the pattern, on huge pages where the kernel allows."""
+    """`length` bytes of the pattern, on huge pages where the kernel allows: numpy asks for them."""
 
     def __init__(self, length: int) -> None:
         self.bytes = np.empty(length, dtype=np.uint8)
         fill(self.bytes)
         self.segment = Segment(self.bytes.ctypes.data, length, "cpu", 0)
-        collapse((self.segment,))
 
 
 class Bare(Protocol):

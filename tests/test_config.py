@@ -43,7 +43,7 @@ def test_the_environment_of_in_tree_scripts_is_understood_and_configuration_wins
         ({"transport": "carrier-pigeon"}, "transport"),
         ({"mode": "shove"}, "mode"),
         ({"push_when": "never"}, "push_when"),
-        ({"huge_pages": "yes"}, "huge_pages"),
+        ({"huge_pages": True}, "huge_pages.*THP_MEM_ALLOC_ENABLE"),
         ({"transport_options": []}, "transport_options"),
     ],
 )

@@ -73,7 +73,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         adapter_ids: by a LoRA adapter's name what both sides call its weights, in place of what its files tell.
         staging_bytes: memory of the side that starts transfers through which caches of another layout are converted,
             per worker; 0 switches conversion off, and unequal layouts move as short runs.
-        huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
         transport_options: keys of the transport; see docs/configuration.md.
         nixl_series: show the series of vLLM's NixlConnector besides, for dashboards that were made for it.
         trace_dir: directory in which an operator orders records of receives (`vllm-pd trace`), and where these go.
@@ -106,7 +105,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     allow_mixed_quantization: bool = False
     adapter_ids: dict[str, str] = {}
     staging_bytes: int = 64 << 20
-    huge_pages: bool = True
     transport_options: dict[str, Any] = {}
     nixl_series: bool = False
     trace_dir: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)] | None = None
@@ -261,6 +259,12 @@ def _port(key: str, variable: str, base: int | str, data_parallel_index: int) ->
     return port
 
 
+GONE = {
+    "huge_pages": "'huge_pages' is no longer a key; leave it out, and where one host's reads of CPU caches should be "
+    "faster, start vLLM with THP_MEM_ALLOC_ENABLE=1 in the environment",
+}
+
+
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """What is wrong with a key that is none of those that are known."""
     near = difflib.get_close_matches(key, known, n=1)
@@ -294,7 +298,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     """
     for key in extra:
         if key not in Config.__struct_fields__:
-            why = in_tree.refusal(key) or unknown_key(str(key), Config.__struct_fields__)
+            why = in_tree.refusal(key) or GONE.get(str(key)) or unknown_key(str(key), Config.__struct_fields__)
             raise InvalidConfig(f"kv_connector_extra_config: {why}")
     try:
         config = msgspec.convert(dict(extra), Config)

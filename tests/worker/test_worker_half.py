@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
@@ -27,7 +26,7 @@ from vllm_pd_connector.sidechannel.bell import ENDED, HERE, LONGEST, RECEIVED, B
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.transport.loopback import LoopbackTransport
-from vllm_pd_connector.worker import checksum_server, hugepages, transfer_loop
+from vllm_pd_connector.worker import checksum_server, transfer_loop
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
 from vllm_pd_connector.worker.push.waves import WaveCount
@@ -81,7 +80,7 @@ def test_a_worker_tells_what_its_transport_speaks(monkeypatch: pytest.MonkeyPatc
     [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
     monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
     options = {"protocol": "tcp", "address": "127.0.0.1"}
-    config = parse_config({"transport": "mooncake", "transport_options": options, "huge_pages": False})
+    config = parse_config({"transport": "mooncake", "transport_options": options})
     roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
     engines = SimpleNamespace(data_parallel_index=0)
     half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
@@ -122,7 +121,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
     [worker] = instance(MODEL, P_SIDE, "p-0")[:1]
     monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
     extra = {"transport": "loopback", "mode": "push", "verify": "all", "side_channel_port": free_port()}
-    config = parse_config({**extra, "huge_pages": False, "shutdown_timeout": 0})
+    config = parse_config({**extra, "shutdown_timeout": 0})
     roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
     engines = SimpleNamespace(data_parallel_index=0)
     made = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
@@ -173,27 +172,6 @@ def test_sleeping_leaves_no_descriptor_behind(half: WorkerHalf) -> None:
     cycle()
     found = cycle()
     until(lambda: cycle() <= found, "as many as before")
-
-
-def test_no_huge_pages_are_made_while_asleep(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor beside those of a former waking."""
-    events: list[str] = []
-
-    class Background:
-        def __init__(self, segments: Any) -> None:
-            self.name = f"of {len(events)}"
-            events.append(f"{self.name} begins")
-
-        def end(self) -> None:
-            events.append(f"{self.name} ends")
-
-    monkeypatch.setattr(hugepages, "Background", Background)
-    half._config = msgspec.structs.replace(half._config, huge_pages=True)
-    half.unregister()
-    for _ in range(2):
-        half.restore()
-        half.unregister()
-    assert events == ["of 0 begins", "of 0 ends", "of 2 begins", "of 2 ends"]
 
 
 def test_a_waking_that_failed_can_be_asked_for_again(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +277,7 @@ def test_a_first_forward_leaves_the_scales_in_pages_that_were_received(monkeypat
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
     cache = torch.zeros((4, 2, 16, 2 * (64 + 4)), dtype=torch.int8)
-    half = WorkerHalf(parse_config({"transport": "loopback", "huge_pages": False}), config, None)
+    half = WorkerHalf(parse_config({"transport": "loopback"}), config, None)
     half.register({"layers.0": cache, "layers.1": cache.clone(), "no module of its own": cache.clone()})
     half.shutdown()
     received = cache.random_(1, 100).clone()

@@ -33,7 +33,6 @@ from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.transport.endpoint import protocol_of
-from vllm_pd_connector.worker import hugepages
 from vllm_pd_connector.worker.build_manifest import build_manifest
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
 from vllm_pd_connector.worker.drain import wait_for_readers
@@ -80,7 +79,6 @@ class WorkerHalf:
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
         self._checksums: ChecksumServer | None = None
-        self._huge_pages: hugepages.Background | None = None
         self._ending: list[TransferLoop | ChecksumServer] = []  # told to end, and not known to have ended
         self._kv_caches: dict[str, torch.Tensor] = {}
 
@@ -154,8 +152,6 @@ class WorkerHalf:
         )
         if protocol := protocol_of(self._config.transport, transport_endpoint):
             self._outbox.speaks(self._config.transport, protocol)
-        if self._config.huge_pages:
-            self._huge_pages = hugepages.Background(manifest.segments)
         logger.info(
             "registered %d logical tensors of %d layers in %d memory segment(s) with %s",
             len(manifest.tensors),
@@ -195,9 +191,6 @@ class WorkerHalf:
 
     def _end_threads(self) -> None:
         """Tell those that touch the caches to end, and wait a while for it; see `_ending`."""
-        if self._huge_pages is not None:
-            self._huge_pages.end()
-            self._huge_pages = None
         self._ending += [thread for thread in (self._checksums, self._loop) if thread is not None]
         self._checksums = self._loop = None
         for thread in self._ending:

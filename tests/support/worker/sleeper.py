@@ -78,7 +78,7 @@ class Sleeper:
         self.engine_id, self.port = engine_id, free_port()
         self.caches = Caches(SIDE, engine_id)
         vars(half_module)["build_manifest"] = self.caches.manifest  # what vLLM would have told
-        config = Config(transport=transport, transport_options=dict(options), shutdown_timeout=0, huge_pages=False)
+        config = Config(transport=transport, transport_options=dict(options), shutdown_timeout=0)
         roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=False)
         place = SimpleNamespace(data_parallel_index=0)
         self.half = half_module.WorkerHalf(

@@ -187,7 +187,7 @@ def make_worker(
     monkeypatch.setattr(half_module, "marker", lambda _: device.mark)
     monkeypatch.setattr(half_module, "TransferLoop", Loop)
     monkeypatch.setattr(half_module.msgspec.structs, "replace", lambda given, **_: given)
-    extra = {"mode": mode, "push_when": push_when, "huge_pages": False}
+    extra = {"mode": mode, "push_when": push_when}
     transfer = SimpleNamespace(
         kv_connector_extra_config=extra, is_kv_producer=True, is_kv_consumer=False, kv_buffer_device="cpu"
     )
