@@ -61,8 +61,7 @@ SETTLING_S = 1.5
 """vLLM's workers poll for a second after the last step."""
 ARRIVING = 15
 """Plain requests whose first token is timed, on the idle instance and again while the other request waits; fewer where
-ARRIVING_S are over. Where vLLM has as many workers as there are cores, many of those that wake two workers meet a stall
-of 40 ms; ours rest between two requests, and the rival's do not."""
+ARRIVING_S are over."""
 GOAL_CORES = 0.2
 ATTEMPTS = 3
 """At most so many starts for one round."""

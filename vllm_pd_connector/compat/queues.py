@@ -4,6 +4,7 @@ A worker of several polls the shared-memory queue without pause for a second aft
 begins at once. While a decode instance only waits for caches a message comes a few times in a second at most, and the
 polling keeps a core per worker from whoever moves those caches: the worker's own transfer thread for one, which needs
 the interpreter. A calm worker sleeps on the queue's notifications instead, which come as soon as the message is there.
+The engine core, which polls for what workers answer, does so in a step whose workers rested before it.
 
 Source: vLLM 0.32 and 0.33, `distributed/device_communicators/shm_broadcast.py` (`SpinCondition.wait`).
 """

@@ -30,6 +30,7 @@ from vllm_pd_connector.compat.blocks import (
 from vllm_pd_connector.compat.conversations import note_without_blocks, spare_lookups
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
+from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import OtherWeights, ProtocolError
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.stats import NotHeld, PDStats
@@ -93,6 +94,7 @@ class SchedulerHalf:
         self._loaded_without: set[str] = set()  # the same in this step, of who is not asked about any more
         self._lacked_blocks = False  # somebody, in this step
         self._held_back: set[str] = set()
+        self._calm = False  # the workers rest until the next step
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
         self._gauges: tuple[int, ...] = ()
@@ -236,7 +238,11 @@ class SchedulerHalf:
             receives = self._recording.marked(receives)
         computes = bool(output.num_scheduled_tokens)
         self._held_back = self.share.step()
-        calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
+        if computes and self._calm:
+            # Where there are fewer cores than processes, workers that have just woken may share one for long if this
+            # process, too, polls for what they answer: it keeps the other.
+            rest_until_next_message()
+        self._calm = calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
         if self._lacked_blocks and self._stands_still():  # which none of what is given back now was there for
             self.producer.progress.make_way(time.monotonic())
         self._lacked_blocks = False
