@@ -43,6 +43,7 @@ def test_the_environment_of_in_tree_scripts_is_understood_and_configuration_wins
         ({"transport": "carrier-pigeon"}, "transport"),
         ({"mode": "shove"}, "mode"),
         ({"push_when": "never"}, "push_when"),
+        ({"nixl_series": "yes"}, "nixl_series"),
         ({"huge_pages": True}, "huge_pages.*THP_MEM_ALLOC_ENABLE"),
         ({"transport_options": []}, "transport_options"),
     ],

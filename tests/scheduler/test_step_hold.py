@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.support.scheduler import push_halves
 from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_over, make_half, make_request, until
-from tests.support.scheduler.loops import ATTEMPT, WAITING, Core, Loop, made, take_step
+from tests.support.scheduler.loops import ATTEMPT, WAITING, Core, Loop, hold_steps, made, take_step
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.wire.messages import FoundConversation
-from vllm_pd_connector.scheduler import half as half_module
 from vllm_pd_connector.scheduler import step_hold as hold_module
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.scheduler.step_hold import LONGEST_S, SHORT_S, StepHold
@@ -249,13 +247,6 @@ def test_a_message_that_comes_behind_the_reports_changes_nothing() -> None:
 # The scheduler half
 
 
-def hold_steps(half: SchedulerHalf, core: Core | None = None) -> Loop:
-    """Give a half the loop of an engine; it is told between two steps what vLLM is told then."""
-    half._loop = loop = Loop(core)
-    half.hold = StepHold(loop, half._num_waiting, half.consumer.loads, half._received)
-    return loop
-
-
 def step(half: SchedulerHalf) -> StepMetadata:
     metadata = half.build_metadata(EMPTY_STEP)
     half.hold._between()
@@ -360,15 +351,6 @@ def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(
     step(half)
     assert half.share.num_held_back == 1 and half.consumer.waiting == {"p-2"}
     assert loop.waits == [held_s]
-
-
-def test_the_engine_core_rests_in_a_step_whose_workers_rested_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[Any] = []
-    monkeypatch.setattr(half_module, "rest_until_next_message", lambda: rests.append(True))
-    hold_steps(half := make_half("kv_consumer")[0])
-    for computes, so_far in ((True, 0), (False, 0), (True, 1), (True, 1)):
-        push_halves.step(half, d_1=(0, 20)) if computes else step(half)
-        assert len(rests) == so_far
 
 
 def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(

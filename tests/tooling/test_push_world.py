@@ -33,13 +33,14 @@ def test_every_order_of_events_ends_on_both_sides_with_every_block_free(serial: 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick workers", "slow workers"])
 def test_a_prefill_that_is_preempted_is_written_from_blocks_that_nobody_else_has(quick: bool) -> None:
     """Its blocks are offered with each step; what nobody has asked for goes, and what somebody writes from stays."""
-    served = 0
+    served = early = 0
     for history in histories(False, PREEMPTING):
         world = World(False, quick)
         try:
             for event in history:
                 world.do(event)
+            early += world.told_early
             served += world.end() and "P is preempted" in history
         except AssertionError as error:
             raise AssertionError(f"{', '.join(history) or 'nothing'}: {error}") from error
-    assert served
+    assert served and early

@@ -1,12 +1,14 @@
-"""How a worker waits for the engine core's next word: calmly where it will be long in coming.
+"""How a worker waits for the engine core's next word, and the engine core for theirs: calmly where it will be long in
+coming.
 
 A worker of several polls the shared-memory queue without pause for a second after each message, so that the next step
 begins at once. While a decode instance only waits for caches a message comes a few times in a second at most, and the
 polling keeps a core per worker from whoever moves those caches: the worker's own transfer thread for one, which needs
 the interpreter. A calm worker sleeps on the queue's notifications instead, which come as soon as the message is there.
-The engine core, which polls for what workers answer, does so in a step whose workers rested before it.
+The engine core polls for what workers answer in the same way, and sleeps in a step whose workers rested before it.
 
-Source: vLLM 0.32 and 0.33, `distributed/device_communicators/shm_broadcast.py` (`SpinCondition.wait`).
+Source: vLLM 0.32 and 0.33, `distributed/device_communicators/shm_broadcast.py` (`SpinCondition.wait`),
+and `v1/executor/multiproc_executor.py` (`collective_rpc`: the thread that schedules reads the answers).
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class World:
         self.theirs: list[Any] = []
         self.tickets = 0
         self.happened: list[str] = []
+        self.told_early = False  # somebody was told to write before the prefill had finished
         self.free = self.pool.get_num_free_blocks(), self.their_pool.get_num_free_blocks()
 
     # The prefill side's server, as its scheduler half uses it
@@ -278,6 +279,7 @@ class World:
                 continue
             attempt = receive.attempt
             part = self.parts.get((worker, attempt))
+            self.told_early |= isinstance(receive, pm.WriteCommand) and not self.finished
             if isinstance(receive, pm.WriteCommand) and not (worker == 0 and self.link_down):
                 part = self.parts.setdefault((worker, attempt), Part())
                 part.source |= {i for table in receive.source for i in table.ids.tolist()}

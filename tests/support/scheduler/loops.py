@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.support.scheduler.halves import TOKEN
 from vllm_pd_connector.compat.engine import EngineLoop
+from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.scheduler.step_hold import StepHold
 from vllm_pd_connector.sidechannel.bell import HERE
 
@@ -48,6 +49,13 @@ class Loop(EngineLoop):
 
     def received(self, request_ids: set[str]) -> None:
         self.told.append(request_ids)
+
+
+def hold_steps(half: SchedulerHalf, core: Core | None = None) -> Loop:
+    """Give a half the loop of an engine; it is told between two steps what vLLM is told then."""
+    half._loop = loop = Loop(core)
+    half.hold = StepHold(loop, half._num_waiting, half.consumer.loads, half._received)
+    return loop
 
 
 def made(loop: EngineLoop, tokens: tuple[bytes, ...] = (TOKEN,), heard: bool = True) -> StepHold:
