@@ -35,6 +35,8 @@ behind an address that takes no new connections."""
 ASKED_LAST_S, FAILS = 30.0, 3
 """For so many seconds an instance that aborts requests or fails is asked only where there is no other; it fails after
 so many answers of it in a row that say so."""
+FULL_S = 1.0
+"""So long one that takes no more requests for now is asked last: in a second some of its requests have ended."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
 
@@ -105,9 +107,11 @@ class Wait:
 class Answers:
     """Why an instance is asked only where there is no other: it has aborted a request, which it does for a while, or
     `FAILS` answers in a row have said that it failed. That one gets a request in `ASKED_LAST_S`, and is asked as before
-    when it has answered one. It may fail in one role alone. `now` is seconds of the monotonic clock."""
+    when it has answered one. It may fail in one role alone. Or it has just taken no more requests, which is no failure.
+    `now` is seconds of the monotonic clock."""
 
     _aborts_until: float = -math.inf
+    _full_until: float = -math.inf
     _failed: Counter[InstanceRole] = field(default_factory=Counter)
     _next_at: dict[InstanceRole, float] = field(default_factory=dict)
 
@@ -116,6 +120,12 @@ class Answers:
 
     def aborts(self, now: float) -> bool:
         return now < self._aborts_until
+
+    def took_none(self, now: float) -> None:
+        self._full_until = now + FULL_S
+
+    def is_full(self, now: float) -> bool:
+        return now < self._full_until
 
     def failed(self, role: InstanceRole, now: float) -> bool:
         """Returns whether it is asked last from now on, and was not before."""
@@ -131,7 +141,7 @@ class Answers:
         return self._failed[role] >= FAILS and now < self._next_at[role]
 
     def asked_last(self, role: InstanceRole, now: float) -> bool:
-        return self.aborts(now) or self.fails(role, now)
+        return self.aborts(now) or self.is_full(now) or self.fails(role, now)
 
     def chosen(self, role: InstanceRole, now: float) -> None:
         """It gets a request: one that fails gets no other meanwhile."""

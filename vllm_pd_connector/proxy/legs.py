@@ -10,6 +10,10 @@ _reject_add_in_shutdown`), until what it has is done. It would be the least busy
 ours is asked last for a while. So is, until it answers one, who answers with one failure of its own (500 and above)
 after another, as with weights that no prefill instance has: it is healthy, and fails at once.
 
+An instance that takes no more requests for now (vLLM's `--max-num-queued-reqs`, `--max-num-queued-tokens`) says so with
+503 before it has begun anything. That is no failure; the request is sent again to others, from its prefill on, because
+a decode instance that refuses has given back what it was to read. It is asked last for a second.
+
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
 
@@ -20,7 +24,8 @@ Their blocks would be held for the time of their lease, and a client that goes o
 So `give_back` sends a decode instance the parameters once more, with a request that it surely refuses and of which it
 tells its connector; where that was told before, it is told twice, which changes nothing.
 
-Source: vLLM 0.32, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_rejection_cleanup`).
+Source: vLLM 0.32 and 0.33, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_rejection_cleanup`,
+`_preflight`), `exceptions.py` (`QueueOverflowError`, `MaxQueuedTokensError`).
 """
 
 from __future__ import annotations
@@ -69,6 +74,9 @@ none itself, and a leg would wait for it as long as for a silent instance."""
 
 REFUSED: Body = {"prompt": "given back", "max_tokens": 1, "temperature": -1}
 """No engine samples at a temperature below 0."""
+_FULL = b"again later or on a different instance"
+"""Of vLLM's words; what stands before an instance may answer 503 for a request that it has begun."""
+
 TELLS, TELL_S = 3, 2.0
 """So many decode instances are asked to give a prefill back, for so many seconds each; then its lease is left."""
 
@@ -85,11 +93,15 @@ class LegError(Exception):
         self.status = status
 
 
-class Aborted(LegError):
-    """The instance aborted the request, which nobody else did: it is ending, or its operator pauses it. `elsewhere`:
-    whether there is another for this leg, of which that is not known."""
+class SentAgain(Exception):
+    """A leg that may go well elsewhere, with all that came before it. `elsewhere`: whether there is another instance
+    for it, of which the same is not known."""
 
     elsewhere = False
+
+
+class Aborted(SentAgain, LegError):
+    """The instance aborted the request, which nobody else did: it is ending, or its operator pauses it."""
 
 
 class InstanceRefusal(Exception):
@@ -100,6 +112,24 @@ class InstanceRefusal(Exception):
         self.status = status
         self.content = content
         self.content_type = content_type
+
+
+class Full(SentAgain, InstanceRefusal):
+    """The instance takes no more requests for now."""
+
+
+def is_full(status: int, content: bytes) -> bool:
+    """Whether an answer says that its instance takes no more requests for now."""
+    return status == 503 and _FULL in content
+
+
+def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> None:
+    """Raises:
+    InstanceRefusal: an answer with another status than 200.
+    """
+    if response.status != 200:
+        kind = Full if is_full(response.status, content) else InstanceRefusal
+        raise kind(who, response.status, content, response.content_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +234,10 @@ class Legs:
                 logger.warning("%s instance %s aborts requests: asked last for %g s", role, instance.url, ASKED_LAST_S)
                 error.elsewhere = any(not other.answers.aborts(now) for other in self._fleet.usable(role))
                 raise
+            except Full as error:
+                instance.answers.took_none(now := time.monotonic())
+                error.elsewhere = any(not other.answers.asked_last(role, now) for other in self._fleet.usable(role))
+                raise
             except (LegError, InstanceRefusal) as error:
                 _note_failure(role, instance, error.status)
                 raise
@@ -227,7 +261,7 @@ class Legs:
                     timeout=aiohttp.ClientTimeout(TELL_S),
                     allow_redirects=False,
                 ) as response:
-                    if response.status == 400:
+                    if response.status == 400 or is_full(response.status, await response.read()):
                         logger.debug("request %s: %s was told that its prefill is given back", name, instance.url)
                         return
                     said = f"{instance.url} answered {response.status}"
@@ -238,7 +272,7 @@ class Legs:
     def _choose(self, role: InstanceRole, request: Sent, without: set[str]) -> Instance | None:
         now, usable = time.monotonic(), self._fleet.usable(role)
         ending = without | {one.url for one in usable if one.answers.aborts(now)}
-        failing = ending | {one.url for one in usable if one.answers.fails(role, now)}
+        failing = ending | {one.url for one in usable if one.answers.asked_last(role, now)}
         own = {request.prefilled_at} if role is InstanceRole.DECODE else set()
         avoided = (failing | own, failing, ending, without)
         tries = (self._fleet.choose(role, request.prefix, urls) for urls in avoided)

@@ -49,13 +49,14 @@ from vllm_pd_connector.proxy.exchange import (
 from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
 from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait
 from vllm_pd_connector.proxy.legs import (
-    Aborted,
     Headers,
     InstanceRefusal,
     LegError,
     Legs,
+    SentAgain,
     make_session,
     pinned,
+    require_good,
     require_here,
     unreachable,
 )
@@ -215,12 +216,12 @@ class Router:
         return all(i.engines and all(e.handoff == "concurrent" for e in i.engines.values()) for i in prefills)
 
     async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
-        """Once more by other instances where one that is ending has aborted a leg: the client has had nothing of it.
-        Not where both legs are sent at once: the one that goes on has the request's name."""
+        """Once more by other instances where one that is ending has aborted a leg, or one is full: the client has had
+        nothing of it. Not where both legs are sent at once: the one that goes on has the request's name."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._serial(exchange)
-            except Aborted as error:
+            except SentAgain as error:
                 if exchange.answer is not None or not error.elsewhere:
                     raise
                 logger.info("request %s: sent again: %s", exchange.request_id, error)
@@ -303,8 +304,7 @@ class Router:
 
         async with self._legs.send(InstanceRole.PREFILL, exchange, prepare, sent) as (response, _):
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
-            if response.status != 200:
-                raise InstanceRefusal(who, response.status, content, response.content_type)
+            require_good(who, response, content)
             self._observe("prefill", exchange)
             return whole_answer(content, who)
 
@@ -320,8 +320,7 @@ class Router:
                     return await self._stream(exchange, response, wait, name)
                 content, who = await response.read(), named(InstanceRole.DECODE, response)
                 self._observe("first_byte", exchange)
-                if response.status != 200:
-                    raise InstanceRefusal(who, response.status, content, response.content_type)
+                require_good(who, response, content)
                 answer = whole_answer(content, who)
                 exchange.turn.ended(name, answer)
                 return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)

@@ -1,0 +1,71 @@
+"""Instances that take no more requests for now: others get them, and nobody is taken for broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, answers, info
+from vllm_pd_connector.proxy.instance import FAILS, FULL_S, Answers, InstanceRole
+
+WORDS = (
+    "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+)
+FULL = answers({"error": {"message": WORDS, "type": "ServiceUnavailableError", "code": 503}}, status=503)
+UPSTREAM = answers({"error": {"message": "upstream connect error", "code": 503}}, status=503)
+
+
+@over_bench
+async def test_another_prefill_instance_gets_what_a_full_one_does_not_take(bench: Bench) -> None:
+    full, other, decode = [await bench.instance(handler) for handler in (FULL, HANDS_OVER, DONE)]
+    await bench.route([full.url, other.url], [decode.url])
+    assert [(await bench.ask())[0] for _ in range(2 * FAILS)] == [200] * 2 * FAILS
+    assert len(full.asked) == 1, "it is asked last for a while"
+    assert len(other.asked) == len(decode.asked) == 2 * FAILS
+
+
+@over_bench
+async def test_what_a_full_decode_instance_does_not_take_is_prefilled_again(bench: Bench) -> None:
+    """It has given back what the first prefill held."""
+    prefill, full, other = [await bench.instance(handler) for handler in (HANDS_OVER, FULL, DONE)]
+    await bench.route([prefill.url], [full.url, other.url])
+    assert (await bench.ask())[0] == 200
+    assert (len(prefill.asked), len(full.asked), len(other.asked)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@over_bench
+async def test_where_all_are_full_the_client_is_told_so_and_none_counts_as_failing(
+    bench: Bench, caplog: pytest.LogCaptureFixture, leg: str
+) -> None:
+    legs = (FULL, DONE) if leg == "prefill" else (HANDS_OVER, FULL)
+    prefill, decode = await bench.pair(*legs)
+    for _ in range(2 * FAILS):
+        status, answer, _ = await bench.ask()
+        assert status == 503 and answer["error"]["message"] == WORDS
+    assert len((prefill if leg == "prefill" else decode).asked) == 2 * FAILS
+    assert "times in a row" not in caplog.text
+
+
+@over_bench
+async def test_both_legs_at_once_are_not_sent_again(bench: Bench) -> None:
+    """Decode has been told which prefill instance it is."""
+    decode = await bench.instance(DONE, info(role="kv_consumer", engine_id="d-0"))
+    prefills = [await bench.instance(FULL, info(engine_id=name)) for name in ("p-0", "p-1")]
+    await bench.route([one.url for one in prefills], [decode.url])
+    assert (await bench.ask())[0] == 503
+    assert sum(len(one.asked) for one in prefills) == 1
+
+
+@over_bench
+async def test_another_s_503_is_a_failure(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """A proxy before an instance may say so of a request that the instance has begun."""
+    await bench.pair(decode=UPSTREAM)
+    assert [(await bench.ask())[0] for _ in range(FAILS)] == [503] * FAILS
+    assert f"has failed {FAILS} times in a row" in caplog.text
+
+
+def test_one_that_is_full_is_asked_last_for_a_moment() -> None:
+    told = Answers()
+    told.took_none(0.0)
+    assert all(told.asked_last(role, FULL_S / 2) and not told.asked_last(role, FULL_S) for role in InstanceRole)
