@@ -260,8 +260,8 @@ def _port(key: str, variable: str, base: int | str, data_parallel_index: int) ->
 
 
 _NO_HUGE_PAGES = (
-    "'huge_pages' is no longer a key; leave it out, and where one host's reads of CPU caches should be faster, start vLLM "
-    "with THP_MEM_ALLOC_ENABLE=1 in the environment"
+    "'huge_pages' is no longer a key; leave it out, and where one host's reads of CPU caches should be faster, start "
+    "vLLM with THP_MEM_ALLOC_ENABLE=1 in the environment"
 )
 GONE = {"huge_pages": _NO_HUGE_PAGES}
 
