@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, answers, info
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info
 from vllm_pd_connector.proxy.instance import FAILS, FULL_S, Answers, InstanceRole
 
 WORDS = (
@@ -31,6 +33,20 @@ async def test_what_a_full_decode_instance_does_not_take_is_prefilled_again(benc
     await bench.route([prefill.url], [full.url, other.url])
     assert (await bench.ask())[0] == 200
     assert (len(prefill.asked), len(full.asked), len(other.asked)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("answer", "told"), [(FULL, True), (UPSTREAM, False)], ids=["full", "another's"])
+@over_bench
+async def test_a_full_decode_instance_has_told_its_connector_of_what_is_given_back(
+    bench: Bench, caplog: pytest.LogCaptureFixture, answer: Handler, told: bool
+) -> None:
+    _, decode = await bench.pair(decode=answers({"error": {"message": "no"}}, status=400))
+    decode.to_what_is_given_back = answer
+    assert (await bench.ask())[0] == 400
+    while bench.router._trailing:
+        await asyncio.sleep(0.01)
+    assert len(decode.given_back) == 1
+    assert ("is held until its lease ends" not in caplog.text) is told
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])

@@ -33,6 +33,7 @@ class Instance:
         self.asked: list[dict[str, Any]] = []
         self.given_back: list[dict[str, Any]] = []
         self.gives_back = asyncio.Event()
+        self.to_what_is_given_back: Handler = answers({"error": {"message": "temperature"}}, status=400)
         self.gives_back.set()
         self.request_ids: list[str | None] = []
         self.ranks: list[str | None] = []
@@ -80,7 +81,7 @@ class Instance:
         if body.items() >= REFUSED.items():  # as vLLM refuses it, which then tells its connector
             await self.gives_back.wait()
             self.given_back.append(body["kv_transfer_params"])
-            return web.json_response({"error": {"message": "temperature"}}, status=400)
+            return await self.to_what_is_given_back(request)
         self.asked.append(body)
         self.request_ids.append(request.headers.get("X-Request-Id"))
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
