@@ -16,6 +16,7 @@ from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance,
 from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
 from vllm_pd_connector.geometry.spans import runs_of
+from vllm_pd_connector.geometry.staging import chunks as chunks_module
 from vllm_pd_connector.geometry.staging import strided_copy
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
@@ -151,12 +152,20 @@ def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool, wri
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.integers(1, 4000), st.integers(2, 200), st.booleans())
-def test_a_small_staging_buffer_and_small_copies_change_nothing(
-    move: Move, cost: int, limit: int, most: int, writes: bool
+@given(
+    moves(),
+    st.sampled_from([0, 12, 1 << 20]),
+    st.integers(1, 4000),
+    st.integers(2, 200),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_a_small_staging_buffer_small_copies_and_few_runs_change_nothing(
+    move: Move, cost: int, limit: int, most: int, runs: int, writes: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strided_copy, "COPY_BYTES", most)
+        patch.setattr(chunks_module, "MOST_RUNS", runs)
         run(move, limit, forced=False, writes=writes, cost=cost)
 
 
@@ -211,6 +220,26 @@ def test_a_page_of_all_layers_is_one_copy_and_consecutive_pages_are_one_read_per
     assert [part.item for part in chunk.copies] == [512] * 3
     sizes = [tuple(size for size, _, _ in part.axes) for part in chunk.copies]
     assert sizes == [(4, 8, 16), (4, 8, 16), (4, 2, 8, 16)]  # the last two pages follow each other on both sides
+
+
+def sizes_of(layers: int, runs: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Runs of each chunk of four pages that do not follow each other, of which every layer is one run."""
+    monkeypatch.setattr(chunks_module, "MOST_RUNS", runs)
+    model = replace(REAL, layers=layers)
+    move = make_move(model, NHD, replace(NHD, layout="HND"), 0, 64)
+    move.source_tables, move.destination_tables = [table(6, 1, 5, 3)], [table(5, 3, 1, 2)]
+    edge = only_edge(model, move.source, move.destination)
+    made = list(chunks(pair(edge, move.source_tables, move.destination_tables, 0, 64), PLENTY))
+    assert sum(chunk.size for chunk in made) == 64 * layers * 8 * 512
+    return [len(chunk.runs) for chunk in made]
+
+
+def test_a_chunk_has_a_bounded_number_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sizes_of(4, 4 * 4, monkeypatch) == [16]
+    assert sizes_of(4, 4 * 4 - 1, monkeypatch) == [12, 4], "as many pages as have so many"
+    assert sizes_of(4, 4, monkeypatch) == [4] * 4
+    assert sizes_of(4, 3, monkeypatch) == [2] * 8, "a page of half of the layers"
+    assert sizes_of(3, 1, monkeypatch) == [1] * 12, "a page of one layer at least"
 
 
 def test_a_page_that_holds_all_layers_side_by_side_is_one_read() -> None:

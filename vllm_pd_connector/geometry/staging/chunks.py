@@ -61,6 +61,10 @@ CHUNKS_PER_BUFFER = 8
 _ESTIMATE_RUNS = 1 << 18
 _ESTIMATE_TOKENS = 1 << 14
 
+# A chunk has up to so many runs, as far as a layer's page allows it: to make more and to give them to a transport takes
+# longer than a turn of the transfer thread should, where memory is new (docs/design/conversion.md).
+MOST_RUNS = 4096
+
 # Pages in more parts are not staged: the parts are laid out one by one, and a peer's page says how many there are.
 MAX_PARTS = 1 << 22
 
@@ -204,7 +208,7 @@ def chunks(
     paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: bool = False, run_cost: int = RUN_COST_BYTES
 ) -> Iterator[Chunk]:
     """The work of moving `paired` through a staging buffer of the destination, or, with `writes`, of the source: in
-    order, each chunk at most `limit` bytes of it.
+    order, each chunk at most `limit` bytes of it, and of about MOST_RUNS runs.
 
     Every pairing must fit: a page of one of its layers takes at most `limit` bytes (`split` sees to it).
     """
@@ -246,18 +250,22 @@ def _alike_chunks(
 ) -> Iterator[Chunk]:
     """Chunks of consecutive source pages with the same extents; page k has the spans bounds[k] to bounds[k + 1]."""
     extents = page_extents(pairing, low, high, gap)
-    if extents.size > limit:
+    parts = len(extents.start)
+    if extents.size > limit or (parts > MOST_RUNS and _layer_count(pairing) > 1):
         for half in _halves(pairing):
             yield from _alike_chunks(half, spans, bounds, low, high, gap, limit)
         return
-    at_once = limit // extents.size
-    pages = len(bounds) - 1
-    layouts = {
-        slots: _lay_out(pairing, extents, low, high, slots) for slots in {min(at_once, pages), pages % at_once} - {0}
-    }
-    for k in range(0, pages, at_once):
+    at_once = max(1, min(limit // extents.size, MOST_RUNS // parts))
+    layouts: dict[int, _Layout] = {}  # the last chunk may have fewer pages
+    for k in range(0, len(bounds) - 1, at_once):
         some = bounds[k : k + at_once + 1]
-        yield _chunk(pairing, layouts[len(some) - 1], low, spans.part(some[0], some[-1]), some - some[0])
+        slots = len(some) - 1
+        layout = layouts.get(slots) or layouts.setdefault(slots, _lay_out(pairing, extents, low, high, slots))
+        yield _chunk(pairing, layout, low, spans.part(some[0], some[-1]), some - some[0])
+
+
+def _layer_count(pairing: PagePairing) -> int:
+    return sum(len(batch.layers) for batch in pairing.batches)
 
 
 def _halves(pairing: PagePairing) -> tuple[PagePairing, PagePairing]:

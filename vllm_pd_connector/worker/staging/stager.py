@@ -153,7 +153,10 @@ class Stager:
     def _do(self, work: _Work, until: float, failed: dict[Stream, TransferError]) -> None:
         match work:
             case _Work.CONVERT:
-                for stream in self._streams:
+                for number, stream in enumerate(list(self._streams)):
+                    if number and time.monotonic() >= until:
+                        break
+                    self._streams.append(self._streams.pop(0))  # who had no look goes first the next time
                     self._look(stream, until, failed)
                 self._convert(until, failed)
             case _Work.MAKE:

@@ -1,0 +1,61 @@
+"""A turn of the stager takes about as long however many streams there are, and each stream has its look."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.worker.staging import stager as stager_module
+from vllm_pd_connector.worker.staging.stager import Stager
+from vllm_pd_connector.worker.staging.stream import InFlightChunk, Stream
+
+STREAMS = 8
+NOTHING: Any = SimpleNamespace()
+
+
+class Clock:
+    """Stands still but for what it is told."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A transport that is busy for a while whenever it is looked at."""
+
+    def __init__(self, clock: Clock, takes: float) -> None:
+        self._clock, self._takes = clock, takes
+        self.looked: list[int] = []
+
+    def poll(self, transfer: Any) -> TransferStatus:
+        self._clock.now += self._takes
+        self.looked.append(transfer.number)
+        return TransferStatus.RUNNING
+
+
+@pytest.mark.parametrize(("takes", "looks"), [(1.4, 1), (0.4, 3), (0.01, STREAMS)])
+def test_a_turn_looks_at_as_many_streams_as_it_has_time_for_and_at_the_others_in_the_next(
+    monkeypatch: pytest.MonkeyPatch, takes: float, looks: int
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stager_module, "time", clock)
+    transport = Slow(clock, takes * stager_module.SLICE_S)
+    stager = Stager(transport, (), 0)  # type: ignore[arg-type]
+    for number in range(STREAMS):
+        stream = Stream(object(), number, NOTHING, NOTHING, iter(()), made=True)
+        moving: Any = SimpleNamespace(number=number)
+        stream.in_flight.append(InFlightChunk(stream, NOTHING, number, NOTHING, moving))
+        stager._streams.append(stream)
+    turns = []
+    while len(turns) < STREAMS:
+        before = len(transport.looked)
+        assert stager.poll() == []
+        turns.append(len(transport.looked) - before)
+        stager._work = stager_module._Work.CONVERT  # what else there is to do has turns of its own
+    assert set(turns) == {looks}
+    assert [transport.looked.count(number) for number in range(STREAMS)] == [looks] * STREAMS
