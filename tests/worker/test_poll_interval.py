@@ -15,7 +15,6 @@ from vllm_pd_connector.worker.poll_interval import (
     SHARE,
     SHORTEST_S,
     WAKE_S,
-    YOUNG_SHARE,
     pause,
 )
 
@@ -28,15 +27,15 @@ def test_an_end_is_seen_within_a_share_of_the_transfers_time(seconds: float, mov
     while at < seconds:
         at, looks = at + pause(at, moving) + WAKE_S, looks + 1
     assert at - seconds <= max(seconds * SHARE, SHORTEST_S) + WAKE_S
-    assert looks <= 20 + at / SHORTEST_S
+    assert looks <= 1 + min(at, SHORTEST_S / SHARE) / (FIRST_S + WAKE_S) + at / SHORTEST_S
 
 
-@given(st.floats(0, (SHORTEST_S + WAKE_S) / YOUNG_SHARE), moving)
-def test_an_end_of_a_young_transfer_is_seen_within_an_eighth_of_its_time(seconds: float, moving: int) -> None:
+@given(st.floats(0, SHORTEST_S / SHARE), moving)
+def test_an_end_of_a_young_transfer_is_seen_within_the_same_share(seconds: float, moving: int) -> None:
     at = 0.0
     while at < seconds:
         at += pause(at, moving) + WAKE_S
-    assert at - seconds <= max(seconds * YOUNG_SHARE, max(FIRST_S, seconds * SHARE) + WAKE_S)
+    assert at - seconds <= max(FIRST_S, seconds * SHARE) + WAKE_S
 
 
 @given(st.floats(0.001, 600), st.integers(1, 1 << 40))

@@ -10,19 +10,19 @@ of a core on each worker while a request waits. What was given to the transport 
 fast as all of it would have within its age; so the age is as many intervals as BYTES_PER_LOOK go into it. A look costs
 50 us of a core, and a few times as much where nothing of it is in a cache any more.
 
-Most transfers of less than a millisecond would be over for half of such an interval before that is seen. So the first
-looks come after an eighth of a transfer's age, of which what the kernel adds to any sleep is a part.
+Most transfers of less than a millisecond would be over for half of such an interval before that is seen. So of a young
+transfer, too, the interval is a share of its age, to which the kernel adds what it adds to any sleep (`WAKE_S`). Not to
+sleep at all would show the end of 1 MiB 60 us sooner, and the thread would hold the interpreter meanwhile.
 """
 
 from __future__ import annotations
 
 FIRST_S = 0.000005
-YOUNG_SHARE = 1 / 8
 WAKE_S = 0.00006
 """What the kernel adds: its timers' slack of 50 us and the waking."""
 
 SHORTEST_S = 0.0001
-"""Of a transfer that is not young any more: what is left of an eighth of its age would be longer."""
+"""Of a transfer that is not young any more: SHARE of its age would be longer."""
 
 BYTES_PER_LOOK = 128 << 10
 """At full speed, 0.1 ms bring more."""
@@ -38,7 +38,7 @@ MANY_BYTES = 256 << 20
 def pause(elapsed: float, moving: int = MANY_BYTES) -> float:
     """Seconds until the next look at a transfer that began `elapsed` seconds ago, and to which so many bytes were given
     since; many where they are not known."""
-    young = max(FIRST_S, min(elapsed * YOUNG_SHARE - WAKE_S, SHORTEST_S))
+    young = max(FIRST_S, min(elapsed * SHARE, SHORTEST_S))
     share = min(BYTES_PER_LOOK / max(moving, 1), SHARE)
     longest = max(LONGEST_S, min(elapsed * OLD_SHARE, LONGEST_OF_OLD_S))
     return min(max(elapsed * share, young), longest)
