@@ -151,6 +151,17 @@ class Transport(Protocol):
         """
 
 
+def is_met(transport: Transport, endpoint: bytes) -> bool:
+    """Have a transport do aside what of `connect` takes longer than a call should; whether `connect` is due. To be
+    asked until it is. A transport whose `connect` is always short has no `meet`.
+
+    Raises:
+        TransferError: as `connect`.
+    """
+    meet: Callable[[bytes], bool] | None = getattr(transport, "meet", None)
+    return meet is None or meet(endpoint)
+
+
 class Followed(Protocol):
     """A transfer that is advanced by being polled; `outcome` is set at its end, and `reported` once. `posting`: see
     `TransferStatus`."""

@@ -19,7 +19,7 @@ from tests.support.forked import Child
 from tests.support.gpu.stand_in import prepare
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, Use
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, Use, is_met
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.transport.registry import create
 
@@ -86,6 +86,7 @@ class End:
         return hashlib.blake2b(self.memory.data).digest()
 
     def connect(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
+        until(lambda: is_met(self.transport, endpoint), "the meeting's end")
         self._connected.append(self.transport.connect(endpoint, segments))
         return self._connected[-1]
 
@@ -101,6 +102,7 @@ class End:
 
     def peer(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
         if endpoint not in self._peers:
+            until(lambda: is_met(self.transport, endpoint), "the meeting's end")
             self._peers[endpoint] = self.transport.connect(endpoint, segments)
         return self._peers[endpoint]
 

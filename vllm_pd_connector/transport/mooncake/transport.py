@@ -5,7 +5,6 @@ What the library does not do, and this module does:
   state can only be asked for by blocking. A batch of one descriptor is the exception: it is submitted without waiting,
   its state is read without waiting, and that state is exact. So runs are merged by the planner, cut at a few MiB here,
   and each becomes a batch of one; a bounded number is in flight per transfer and per peer, and `poll` submits more.
-  Measured, this is as fast as batches of a thousand, and faster where cores are few (docs/design/transports.md).
 - **The end is the end.** A transfer is reported when each of its descriptors has ended: one that was refused says
   nothing of its neighbours, which may still run. An ended descriptor does not touch local memory any more, so failed
   reads are terminal. The peer of a failed write may still be taking bytes from its socket: not terminal, unless the
@@ -254,11 +253,8 @@ class MooncakeTransport:
         raise TransferError("Mooncake's engine is the target of its peers and is not replaced")
 
     def close(self) -> None:
-        """Destroys the engine, which closes its connections: nothing lands after this returns.
-
-        An exchange of the library with a peer that it cannot be torn from within seconds is logged as an error, because
-        the engine then outlives this call.
-        """
+        """Destroys the engine, which closes its connections: nothing lands after this returns. An exchange that the
+        library cannot be torn from within seconds is logged as an error: the engine then outlives this call."""
         self._liveness.close()
         self._openings.close()
         self._lanes.close()

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # A call returns within milliseconds: so long it waits for a thread that may have little to do.
 _WAIT_S = 0.005
+_GLANCE_S = 0.0005
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +63,7 @@ class Library:
         self._prepare_thread = prepare_thread
         self._ending: list[threading.Thread] = []
         self._unended: list[Callable[[], None]] = []
+        self._meeting: Meeting | None = None
 
     def start(self, *, threaded: bool) -> Agent:
         """An agent with no memory. `threaded`: it has a progress thread, which options may give to all.
@@ -97,18 +99,59 @@ class Library:
                     agent.library.registerMem(descriptors, [])
                 agent.registered.append(descriptors)
 
+    def meet(self, agent: Agent, name: str, metadata: bytes) -> bool:
+        """Begin to `load` an agent's first peer in a thread of its own; whether `load` is due. Later ones take 1 ms,
+        and transfers may run by then, which would wait for that thread."""
+        if self._meeting is None:
+            if agent.peers:
+                return True
+            try:
+                self._meeting = Meeting(agent, name, metadata, self._load_aside)
+            except RuntimeError as error:
+                logger.warning("agent %s is met in the transfer thread: %s", name, error)
+                return True
+        if not self._meeting.over():
+            return bool(agent.peers)
+        if not self._meeting.of(agent, name, metadata):
+            self._part()
+        return True
+
     def load(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Have an agent know a peer; what the library does not take it says by one of `errors`.
 
         Raises:
             TransferError: these are the metadata of another agent than `name`, which may be a peer's own.
         """
+        meeting = self._meeting
+        if meeting is None or not meeting.of(agent, name, metadata):
+            return self._load(agent, name, metadata)
+        self._meeting = None
+        meeting.end()
+
+    def _load(self, agent: Agent, name: str, metadata: bytes) -> None:
         if other := next((one for one in agent.peers if one != name and one.encode() in metadata), ""):
             raise TransferError(f"endpoint says agent {name}, its metadata {other}, which is connected")
         loaded = agent.library.loadRemoteMD(metadata)
         if loaded != name.encode():
             agent.library.invalidateRemoteMD(loaded.decode(errors="replace"))
             raise TransferError(f"endpoint says agent {name}, its metadata {loaded!r}; fetch the manifest again")
+
+    def _load_aside(self, agent: Agent, name: str, metadata: bytes) -> None:
+        self._prepare_thread()
+        self._load(agent, name, metadata)
+
+    def _part(self) -> None:
+        """Forget whom an agent has met, and was not connected to since."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            return
+        try:
+            with self.translated(f"meeting agent {meeting.name}"):
+                meeting.end()
+                if not meeting.agent.peers[meeting.name] and meeting.agent.library is not None:
+                    meeting.agent.library.invalidateRemoteMD(meeting.name)
+        except TransferError as error:
+            logger.debug("in vain: %s", error)
 
     def prepare(self, ranges: Ranges) -> Preparation:
         """Start an agent without a progress thread and register memory with it, in a thread of its own.
@@ -152,6 +195,7 @@ class Library:
 
     def close(self) -> None:
         """Wait for the agents that are ending, and end those that wait for it."""
+        self._part()
         for thread in self._ending:
             thread.join()
         while self._unended:
@@ -164,6 +208,44 @@ class Library:
             yield
         except self.errors as error:
             raise ours(error, action) from error
+
+
+class Meeting:
+    """A peer that an agent is made to know in a thread of its own. For the first connection of a kind UCX asks a TCP
+    interface some hundred times what it can, which takes 10 ms (UCX 1.23, `uct_tcp_iface_query`, seen by strace).
+
+    Raises:
+        RuntimeError: no thread is left.
+    """
+
+    def __init__(self, agent: Agent, name: str, metadata: bytes, load: Callable[[Agent, str, bytes], None]) -> None:
+        self.agent, self.name, self._metadata = agent, name, metadata
+        self._error: Exception | None = None
+
+        def run() -> None:
+            try:
+                load(agent, name, metadata)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="pd-nixl-meet", daemon=True)
+        self._thread.start()
+
+    def of(self, agent: Agent, name: str, metadata: bytes) -> bool:
+        """Whether it is this agent's with that peer."""
+        return self.agent is agent and self.name == name and self._metadata == metadata
+
+    def over(self) -> bool:
+        """Whether it has ended; waits for a moment."""
+        self._thread.join(_GLANCE_S)
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Wait for it. Raises what it met with."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 class Preparation:

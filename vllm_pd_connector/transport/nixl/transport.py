@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
-from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, may_arrive, ours, unexpected
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer
@@ -80,8 +80,7 @@ class NixlTransport:
     name = NAME
 
     def __init__(self, options: NixlOptions | None = None, use: Use | None = None) -> None:
-        use = use or Use()
-        self._options = options or NixlOptions()
+        use, self._options = use or Use(), options or NixlOptions()
         self._library = Library(self._options, use.prepare_thread)
         self.over = described(self._options, os.environ)
         self._nixl, self._errors = self._library.nixl, self._library.errors
@@ -94,9 +93,8 @@ class NixlTransport:
 
     def register(self, segments: Sequence[Segment]) -> None:
         ranges = Ranges.of(segments, "this worker")
-        for agent in (self._target, self._poster):
-            if agent is not None:
-                self._library.register(agent, ranges)
+        for agent in filter(None, (self._target, self._poster)):
+            self._library.register(agent, ranges)
         self._ranges = ranges
 
     def describe(self) -> bytes:
@@ -112,17 +110,23 @@ class NixlTransport:
             self._poster = agent
         return self._poster
 
+    def meet(self, endpoint: bytes) -> bool:  # see `base.is_met`
+        made = self._unseal(endpoint)
+        return self._library.meet(self._posting(), made.name, made.metadata)
+
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> TransportPeer:
+        made, ranges, agent = self._unseal(endpoint), Ranges.of(segments, "the peer"), self._posting()
+        self._meet(agent, made.name, made.metadata)
+        return NixlPeer(agent, made.name, ranges)
+
+    def _unseal(self, endpoint: bytes) -> Endpoint:
         made = unseal(NAME, endpoint)
-        ranges = Ranges.of(segments, "the peer")
-        if any(agent is not None and made.name == agent.name for agent in (self._target, self._poster)):
+        if any(made.name == agent.name for agent in filter(None, (self._target, self._poster))):
             raise TransferError(f"agent {made.name} is this worker's own")
         # The library takes the name out of the metadata: it must not be able to replace another peer.
         if made.name.encode() not in made.metadata:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
-        agent = self._posting()
-        self._meet(agent, made.name, made.metadata)
-        return NixlPeer(agent, made.name, ranges)
+        return made
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
@@ -187,17 +191,15 @@ class NixlTransport:
         """Destroys all agents, which ends running transfers: nothing lands after this returns."""
         if self._next is not None:
             self._next.close()
-        for agent in (*self._older, self._poster, self._target):
-            if agent is not None:
-                agent.library = None
         self._library.close()
+        for agent in filter(None, (*self._older, self._poster, self._target)):
+            agent.library = None
 
     def _at_once(
         self, peer: NixlPeer, reads: bool, runs: Runs, source: Ranges, destination: Ranges
     ) -> NixlTransfer | Ended | None:
-        """A transfer that is one post, and on one host has ended when that returns; of a short one the window learns
-        nothing. None if nothing was posted: it is longer, or fails, which `_start` says. One function and no object:
-        each costs a microsecond of the hundred that the library takes for 1 MiB where no code is in a cache."""
+        """A transfer that is one post, and on one host has ended then; of a short one the window learns nothing. None
+        if nothing was posted: it is longer, or fails, which `_start` says. One function: each costs a microsecond."""
         window = peer.window
         if window.running or runs.length.size > _MOST_DESCRIPTORS[not window.inline]:
             return None
@@ -286,8 +288,7 @@ class NixlTransport:
             self._end(transfer, failure or TransferStatus.DONE)
 
     def _end(self, transfer: NixlTransfer, outcome: TransferStatus | TransferError) -> None:
-        """Nothing of it runs any more. A peer that is leaving is removed once nothing runs with it: an earlier removal
-        would hide its transfers' end."""
+        """Nothing of it runs any more. A leaving peer is removed with the last: sooner would hide the others' end."""
         transfer.outcome, peer = outcome, transfer.peer
         peer.running -= 1
         if peer.leaving and not peer.running:
@@ -320,8 +321,7 @@ class NixlTransport:
             transfer.peer.window.looked(ended, began)
 
     def _runs_on(self, transfer: NixlTransfer, handle: int) -> bool:
-        """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
-        arrived: a failure of one of its parts says nothing of the others."""
+        """Whether a posted batch may move bytes; given back when it arrived, for one part's failure says little."""
         if isinstance(transfer.failure, PeerLost):
             return True
         try:
@@ -374,7 +374,7 @@ class NixlTransport:
             transfer.failure = error
 
     def _release(self, peer: NixlPeer, handle: int) -> None:
-        """Give a handle back that is terminal. A refusal leaves it to `close`; the transfer has ended all the same."""
+        """Give a terminal handle back. A refusal leaves it to `close`; the transfer has ended all the same."""
         try:
             peer.agent.library.releaseXferReq(handle)
         except self._errors as error:

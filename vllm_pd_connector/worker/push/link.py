@@ -24,6 +24,7 @@ from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
 from vllm_pd_connector.geometry.plan import Edge, make_plan, of_layers
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
+from vllm_pd_connector.transport.base import is_met
 from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class WriteLink(PeerLink):
             yield
             rank = destination.parallel.rank
             if edge is not None:
+                while not is_met(transport, destination.endpoint):
+                    yield
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
                 yield
             self.outgoing[rank] = _edges(edge, self.waves, chunk_bytes, self.run_cost) if edge is not None else None
