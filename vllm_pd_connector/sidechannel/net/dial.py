@@ -10,6 +10,7 @@ Used in a loop that waits on an epoll object, in which a dial registers what it 
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  # else the first look-up loads it, which takes the loop 2 ms
 import os
 import select
 import socket
