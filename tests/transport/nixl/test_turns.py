@@ -64,6 +64,19 @@ def test_a_post_has_fewer_descriptors_where_it_takes_longer_for_each(
     assert posted == [128, 72], "also of a transfer that is one post"
 
 
+@pytest.mark.parametrize("count", [1, SHORT])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_peers_window_knows_whether_it_is_written_to(ends: tuple[End, End], operation: str, count: int) -> None:
+    """Of what is written a call copies more than what waits; also where a transfer is one post."""
+    end, other = ends
+    peer, there = end.transport.connect(other.endpoint, other.segments), scattered(end, other, count)
+    moves = there if operation == "read" else Runs(there.destination, there.source, there.length)
+    end.finish(getattr(end.transport, operation)(peer, moves))
+    assert peer.window.writes is (operation == "write")
+    end.finish(end.transport.read(peer, there))
+    assert peer.window.writes is (operation == "write"), "reads of it are looked at by the same calls"
+
+
 def test_what_follows_a_long_look_is_posted_in_the_next_call_and_comes_before_another_look(
     ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,10 +35,10 @@ class Clocks:
         self.window.looked(ended, began)
         return self.window.size
 
-    def post(self, took: float, cost: int, *, runs: bool) -> None:
+    def post(self, took: float, cost: int, *, runs: bool, writes: bool = False) -> None:
         began = self.window.begin()
         self.clock, self.busy = self.clock + took, self.busy + took
-        self.window.posted(cost, began, runs=runs)
+        self.window.posted(cost, began, runs=runs, writes=writes)
 
 
 def test_the_window_is_what_calls_copy_in_a_few_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +57,21 @@ def test_the_window_is_what_calls_copy_in_a_few_milliseconds(monkeypatch: pytest
     for _ in range(200):
         clocks.look(0.002, MIB)
     assert clocks.window.size == 2 * MIB
+
+
+def test_of_what_is_written_a_call_may_copy_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP it goes on while the peer makes room, for the whole window."""
+    clocks = Clocks(monkeypatch)
+    clocks.post(0.0, MIB, runs=True, writes=True)
+    for _ in range(200):
+        clocks.look(0.001, 10 * MIB)
+    assert clocks.window.size == pytest.approx(25 * MIB, rel=0.1)
+    clocks.post(0.0, MIB, runs=True)
+    clocks.look(0.001, 10 * MIB)
+    assert clocks.window.size == pytest.approx(25 * MIB, rel=0.1), "a look copies of both what can be copied"
+    clocks.look(0.003, 10 * MIB)
+    clocks.look(0.003, 10 * MIB)
+    assert clocks.window.size == pytest.approx(25 / 3 * MIB, rel=0.01), "that was too long, and is believed at once"
 
 
 def test_many_looks_that_find_little_do_not_widen_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

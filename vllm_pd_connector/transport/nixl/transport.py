@@ -220,7 +220,7 @@ class NixlTransport:
         try:
             if agent.postXferReq(handle, b"") != nixl.NIXL_IN_PROG:
                 if began is not None:
-                    window.posted(cost, began, runs=False)
+                    window.posted(cost, began, runs=False, writes=not reads)
                 self._release(peer, handle)
                 return Ended(rows.shape[1])
         except self._errors as error:
@@ -229,7 +229,7 @@ class NixlTransport:
             failure = unexpected(error, name)
         transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=began is None)
         peer.running += 1
-        window.posted(cost, began, runs=True)
+        window.posted(cost, began, runs=True, writes=not reads)
         transfer.posted[handle] = cost, rows.shape[1]
         if failure is not None:  # some of it may be posted: who asked is told with the next look
             self._failed(transfer, failure)
@@ -359,7 +359,7 @@ class NixlTransport:
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
-        peer.window.posted(cost, began, runs=runs)
+        peer.window.posted(cost, began, runs=runs, writes=not transfer.reads)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
         else:

@@ -4,6 +4,9 @@ On one host UCX copies inside the call that posts, over TCP inside the one that 
 come, of any transfer. So what runs with a peer is bounded by what the calls with it were seen to copy in `_RUN_S` of
 the thread that calls: the costs that ended in them (`ranges.Batches` says what a descriptor costs), by their seconds.
 Calls that copy nothing take next to no time (RDMA): there the window is as large as it may be.
+
+Over TCP a look at reads takes what waits in the socket, and comes back; one at writes goes on while the peer makes room,
+for the whole window if the peer is quick. So where a peer is written to the window is shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ DESCRIPTOR, _INLINE_DESCRIPTOR = 1 << 20, 8 << 20
 """No descriptor is longer: a batch has one at least, and over TCP longer ones are written at 0.8 of the speed. Where
 the call that posts copies, they move bytes as fast and need not be cut: there one may be a quarter of the window."""
 
-_RUN_S = 0.0035
+_RUN_S, _WRITTEN_S = 0.0035, 0.0025
 _EMPTY_S = 0.00003
 """A look that finds nothing takes so long, and says nothing of what copying takes."""
 
@@ -42,7 +45,7 @@ class Window:
     ended, `ended` of what has, which took `spent` seconds. `inline`: what was posted last ended in that call, so that
     nothing runs that another one copies. So many calls are `timed` by this thread's processor time. `moved_at`: when
     something of the peer last ended, or was posted though nothing had, by the monotonic clock in seconds; that was done
-    `unmoved` times since. `longest`: bytes of a descriptor at most."""
+    `unmoved` times since. `longest`: bytes of a descriptor at most. `writes`: something was written to the peer."""
 
     size: int = FIRST
     ended: float = FIRST
@@ -53,6 +56,7 @@ class Window:
     moved_at: float = 0.0
     unmoved: int = 0
     longest: int = DESCRIPTOR
+    writes: bool = False
 
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
@@ -62,10 +66,10 @@ class Window:
             return self.size - self.running
         return half if now - self.moved_at > _STILL_S * 2**self.unmoved else 0
 
-    def posted(self, cost: int, began: Began | None, *, runs: bool) -> None:
+    def posted(self, cost: int, began: Began | None, *, runs: bool, writes: bool = False) -> None:
         """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
         it does not run on."""
-        self.inline = not runs
+        self.inline, self.writes = not runs, self.writes or writes
         if runs:
             stands = self.running > self.size // 2
             if stands or not self.running:
@@ -104,7 +108,8 @@ class Window:
             took = time.thread_time() - busy
         elif self.timed:
             self.timed -= 1
-        if took > _RUN_S and ended:
+        run_s = _WRITTEN_S if self.writes else _RUN_S
+        if took > run_s and ended:
             self.ended, self.spent = ended, took  # what was seen before is not so any more
         else:
             self.ended += ended
@@ -113,5 +118,5 @@ class Window:
             if self.ended > _REMEMBERED:
                 self.ended, self.spent = self.ended / 2, self.spent / 2
         most = MOST * self.spent  # no division by what is next to nothing
-        fits = self.ended * _RUN_S
+        fits = self.ended * run_s
         self.size = MOST if fits >= most else max(LEAST, int(fits / self.spent))
