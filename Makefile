@@ -144,6 +144,7 @@ bench: setup
 	$(RUN) benchmarks/overlap.py --one-step
 	$(RUN) benchmarks/late_legs.py
 	$(RUN) benchmarks/long_prompts.py
+	$(RUN) benchmarks/long_pushes.py
 	$(RUN) benchmarks/rates.py --rates 1 4
 	$(RUN) benchmarks/conversations.py --conversations 8
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json

@@ -77,12 +77,14 @@ def _first_tokens(documents: Documents) -> Iterator[Goal]:
 
 
 def _turns(documents: Documents) -> Iterator[Goal]:
-    rows: Rows = documents("long_prompts")["turns"]
-    for transport in dict.fromkeys(row["transport"] for row in rows):
-        of = [row for row in rows if row["transport"] == transport]
-        for says, key in (("longest turn of a transfer thread", "longest_of_all_ms"), ("first contact", "contact_ms")):
-            cases = [(f"{row['pair']}, {row['prompt']}", row[key]) for row in of]
-            yield Goal(f"{says}, {transport}, ms", 5, cases)
+    for document, table, does in (("long_prompts", "turns", "that reads"), ("long_pushes", "rows", "that writes")):
+        rows: Rows = documents(document)[table]
+        says = {"longest_of_all_ms": f"longest turn of a transfer thread {does}", "contact_ms": f"first contact {does}"}
+        for transport in dict.fromkeys(row["transport"] for row in rows):
+            of = [row for row in rows if row["transport"] == transport]
+            for key, what in says.items():
+                cases = [(f"{row['pair']}, {row['prompt']}", row[key]) for row in of]
+                yield Goal(f"{what}, {transport}, ms", 5, cases)
 
 
 def _transports(documents: Documents) -> Iterator[Goal]:

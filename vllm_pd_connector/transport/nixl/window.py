@@ -5,8 +5,8 @@ come, of any transfer. So what runs with a peer is bounded by what the calls wit
 the thread that calls: the costs that ended in them (`ranges.Batches` says what a descriptor costs), by their seconds.
 Calls that copy nothing take next to no time (RDMA): there the window is as large as it may be.
 
-Over TCP a look at reads takes what waits in the socket, and comes back; one at writes goes on while the peer makes room,
-for the whole window if the peer is quick. So where a peer is written to the window is shorter.
+Over TCP a look at reads takes what waits in the socket, and comes back; one at writes goes on while the peer makes
+room, for the whole window if the peer is quick. So where a peer is written to the window is shorter.
 """
 
 from __future__ import annotations
