@@ -160,6 +160,7 @@ def push(prefill: Prefill, pipe: Connection, number: int) -> float:
     asked.num_prompt_tokens = asked.num_computed_tokens = prefill.tokens
     prefill.compute(asked)
     digest = prompt_digest(asked, prefill.tokens)
+    gc.freeze()  # the prompt is the engine core's, which is another process than the worker's
     prefill.turns.begin()
     pipe.send((name, digest))
     assert pipe.poll(PATIENCE_S), "the decode worker says nothing"
@@ -177,7 +178,6 @@ def measure(name: str, tokens: int, transport: str) -> dict[str, Any]:
         assert pipe.poll(PATIENCE_S), "the decode worker does not start"
         pipe.recv()
         gc.collect()
-        gc.freeze()  # as vLLM's workers do when they have started
         push(prefill, pipe, 0)
         contact = prefill.turns.longest
         took: list[float] = []
