@@ -3,9 +3,10 @@
 Both halves of the prefill instance are in this process, its scheduler half and side channel and its worker's transfer
 loop; a decode worker with its transfer loop is in another one. A prompt is computed in one step, nobody wants it before
 that, and it is written when the decode leg has come: all of it is to be written at once. Each row has processes of its
-own. Blocks do not follow each other on either side, and after each push every byte is looked at.
+own. Blocks do not follow each other on either side. After each push the bytes that came are counted; that they are in
+their places is what the tests ask, and `late_legs` of every block.
 
-`turns` are those of the transfer thread that writes: the longest turn of the push that makes the link (`contact_ms`),
+Turns are those of the transfer thread that writes: the longest turn of the push that makes the link (`contact_ms`),
 the median of the others' longest and the longest of all, of its processor time; how many were over the goal. `ms` is
 from the decode leg to the end of the receive, `thread_ms` the processor time of that thread.
 

@@ -120,9 +120,7 @@ class Engine:
         return list(self.pool.get_new_blocks(BLOCKS))
 
 
-def connector(
-    role: KVConnectorRole, kv_role: str, settings: dict[str, Any], block_tokens: int = BLOCK_TOKENS
-) -> PDConnector:
+def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any], block: int = BLOCK_TOKENS) -> PDConnector:
     roles = {"is_kv_producer": kv_role == "kv_producer", "is_kv_consumer": kv_role == "kv_consumer"}
     names = {"engine_id": kv_role, "kv_role": kv_role, "kv_buffer_device": "cpu"}
     transfer = SimpleNamespace(kv_connector_extra_config=settings, **names, **roles)
@@ -135,7 +133,7 @@ def connector(
     scheduling = SimpleNamespace(disable_chunked_mm_input=False)
     others = {"num_prefill_lookahead_tokens": 0, "lora_config": None, "scheduler_config": scheduling}
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=model, **others)
-    spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.float32)
     caches = SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),))
     return PDConnector(config, role, caches)
 

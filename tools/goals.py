@@ -79,7 +79,10 @@ def _first_tokens(documents: Documents) -> Iterator[Goal]:
 def _turns(documents: Documents) -> Iterator[Goal]:
     for document, table, does in (("long_prompts", "turns", "that reads"), ("long_pushes", "rows", "that writes")):
         rows: Rows = documents(document)[table]
-        says = {"longest_of_all_ms": f"longest turn of a transfer thread {does}", "contact_ms": f"first contact {does}"}
+        says = {
+            "longest_of_all_ms": f"longest turn of a transfer thread {does}",
+            "contact_ms": f"first contact of one {does}",
+        }
         for transport in dict.fromkeys(row["transport"] for row in rows):
             of = [row for row in rows if row["transport"] == transport]
             for key, what in says.items():

@@ -60,7 +60,7 @@ def test_descriptors_are_short_but_where_the_call_that_posts_copies(
     counts = []
     for window, inline in ((2, True), (4, True), (16, True), (24, True), (256, True), (256, False)):
         peer.window.size = window * MIB
-        peer.window.posted(0, None, runs=not inline)
+        peer.window.posted(0, None, runs=not inline, writes=False)
         transfer = end.transport.read(peer, whole(other.address, end.address, 16 * MIB))
         counts.append(transfer.descriptors)
         end.finish(transfer)

@@ -66,7 +66,7 @@ class Window:
             return self.size - self.running
         return half if now - self.moved_at > _STILL_S * 2**self.unmoved else 0
 
-    def posted(self, cost: int, began: Began | None, *, runs: bool, writes: bool = False) -> None:
+    def posted(self, cost: int, began: Began | None, *, runs: bool, writes: bool) -> None:
         """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
         it does not run on."""
         self.inline, self.writes = not runs, self.writes or writes
