@@ -14,9 +14,10 @@ than another for as long as it lives, which is why both use the same. What is to
 pairs' figures, and the least and the greatest ratio that one of them had.
 
 - bare NIXL: one request with all descriptors through the bindings, asked for its state all the time.
-- bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping. Beside it (`ones`) the
-  library alone as the port has to use it: in batches of one, whose state can be asked for, and looked at all the time.
-  What that is below the other is the bound that the library sets; the rest is what we sleep between looks.
+- bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping.
+- `batches`: beside it the library alone as the port has to use it, looked at all the time. Over Mooncake that is in
+  batches of one, whose state can be asked for; over NIXL, for long messages, in batches as large as what a turn of the
+  transfer thread may copy. What that is below the other is the bound that the library sets.
 - bare loopback is the plain copy, here between the same places: both its ends are in this process.
 """
 
@@ -37,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 from other_process import PATIENCE_S, OtherProcess, done, moved, obey
 from report import markdown, write
-from transports_bare import BARE, Bare, BareMooncake, Memory
+from transports_bare import BARE, Bare, Memory
 from transports_plot import plot, size
 
 from vllm_pd_connector.geometry.runs import Runs
@@ -60,7 +61,7 @@ WRITTEN = 100
 """With what the pattern begins that is written, when it is looked whether it came."""
 
 STARTS = 3
-SHORT_S, SHORT_ROUNDS = 0.3, 12
+SHORT_S, SHORT_ROUNDS = 0.8, 12
 """Rounds that are over in less than this together are made so many times."""
 
 GOAL, GOAL_MESSAGE, SHORT_GOAL, GOAL_RUN_BYTES = 0.95, 4 * MIB, 0.85, 64 * KIB
@@ -80,8 +81,8 @@ Case = tuple[str, str, int, int]
 @dataclass(frozen=True, slots=True)
 class Point:
     """GB/s (1e9 bytes) of one message, medians; `ratio` is connector / bare, `of_lowest` and `of_highest` that of one
-    pair of processes, `best` the same of their best rounds, `ones` the bare library's in batches of one / bare, None
-    where that is no case."""
+    pair of processes, `best` the same of their best rounds, `batches` the bare library's in batches / bare, None where
+    that is no case."""
 
     transport: str
     operation: str
@@ -94,7 +95,7 @@ class Point:
     of_lowest: float
     of_highest: float
     best: float
-    ones: float | None
+    batches: float | None
 
 
 def serve(pipe: Connection, name: str, length: int) -> None:
@@ -164,7 +165,8 @@ class Pair:
         size, here = message * SPREAD, self.memory
         for operation in ("read", "write"):
             runs = self.runs(operation, message, length)
-            ways = [self.through_the_port, *(b.move for b in [self.bare.get(operation)] if b is not None)]
+            bare = self.bare.get(operation)
+            ways = [self.through_the_port, *((bare.move, bare.in_batches) if bare is not None else ())]
             ends = (self.theirs, here.segment) if operation == "read" else (here.segment, self.theirs)
             what = moved(runs, *(end.address for end in ends))
             if operation == "write":
@@ -221,7 +223,7 @@ def measure(
     pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequence[int], rounds: int
 ) -> Iterator[tuple[Case, NDArray[np.float64]]]:
     """What `seconds` says of every case: of the port, a plain copy and, if there is one, the bare library, also in
-    batches of one."""
+    batches."""
     for message in messages:
         for length in (length for length in lengths if length <= message):
             pair.verify(message, length)
@@ -235,8 +237,8 @@ def measure(
                 ]
                 if (bare := pair.bare.get(operation)) is not None:
                     actions.append(lambda: bare.move(operation, runs))  # noqa: B023
-                if isinstance(bare, BareMooncake):
-                    actions.append(lambda: bare.one_by_one(operation, runs))  # noqa: B023
+                    if message > bare.at_once:
+                        actions.append(lambda: bare.in_batches(operation, runs))  # noqa: B023
                 yield (pair.name, operation, message, length), seconds(rounds, actions)
 
 
@@ -246,9 +248,9 @@ def point(case: Case, starts: Sequence[NDArray[np.float64]]) -> Point:
     base = min(2, middle.shape[1] - 1)
     connector, copy, bare = (round(float(case[2] / np.median(middle[:, i]) / 1e9), 3) for i in (0, 1, base))
     ratios, best = (some[:, base] / some[:, 0] for some in (middle, shortest))
-    ones = round(float(np.median(middle[:, 2] / middle[:, 3])), 2) if middle.shape[1] > 3 else None
+    batches = round(float(np.median(middle[:, 2] / middle[:, 3])), 2) if middle.shape[1] > 3 else None
     told = (round(float(f(ratios)), 2) for f in (np.median, np.min, np.max))
-    return Point(*case, connector, bare, copy, *told, round(float(np.median(best)), 2), ones)
+    return Point(*case, connector, bare, copy, *told, round(float(np.median(best)), 2), batches)
 
 
 def table(points: Sequence[Point]) -> str:
@@ -287,7 +289,7 @@ def summary(points: Sequence[Point]) -> list[dict[str, Any]]:
                 "of the lowest pair": round(float(np.median([p.of_lowest for p in some])), 2),
                 "of the highest": round(float(np.median([p.of_highest for p in some])), 2),
                 "of the best rounds": round(float(np.median([p.best for p in some])), 2),
-                "bare in batches of one": median_or_none([p.ones for p in some]),
+                "bare in batches": median_or_none([p.batches for p in some]),
                 "goal": GOAL if message >= GOAL_MESSAGE else SHORT_GOAL,
             }
         )

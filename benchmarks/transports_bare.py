@@ -18,6 +18,8 @@ from other_process import PATIENCE_S, fill
 
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions
+from vllm_pd_connector.transport.ranges import cut
 
 
 class Memory:
@@ -30,19 +32,40 @@ class Memory:
 
 
 class Bare(Protocol):
-    """A library without the connector around it."""
+    """A library without the connector around it. `in_batches` is what `move` does, in batches of the size in which the
+    port has to use it; those of a message up to `at_once` bytes are no more than one."""
+
+    at_once: int
 
     def move(self, operation: str, runs: Runs) -> None: ...
+
+    def in_batches(self, operation: str, runs: Runs) -> None: ...
 
 
 class BareNixl:
     """The agent that posts, asked for a transfer's state all the time: the library is not slowed by a pause of ours."""
 
-    def __init__(self, _transport: Any, peer: Any) -> None:
+    at_once = 64 << 20
+
+    def __init__(self, transport: Any, peer: Any) -> None:
         self._nixl = importlib.import_module("nixl")._bindings
-        self._agent, self._peer = peer.agent.library, peer.name
+        self._agent, self._peer, self._window = peer.agent.library, peer.name, peer.window
+        self._ranges = {"read": (peer.ranges, transport._ranges), "write": (transport._ranges, peer.ranges)}
 
     def move(self, operation: str, runs: Runs) -> None:
+        self._end(*self._post(operation, runs))
+
+    def in_batches(self, operation: str, runs: Runs) -> None:
+        """In batches as long as the port's are now, which is what a turn may copy, each posted as soon as the call for
+        the one before has returned. All runs are as long."""
+        pieces = cut(runs, *self._ranges[operation], self._window.longest)
+        count = max(1, min(self._window.size, NixlOptions().batch_bytes) // pieces.length.item(0))
+        batches = (slice(at, at + count) for at in range(0, len(pieces), count))
+        parts = (Runs(pieces.source[some], pieces.destination[some], pieces.length[some]) for some in batches)
+        for posted in [self._post(operation, part) for part in parts]:
+            self._end(*posted)
+
+    def _post(self, operation: str, runs: Runs) -> tuple[Any, Any]:
         def rows(address: Any) -> Any:
             table = np.empty((len(address), 3), dtype=np.int64)
             table[:, 0], table[:, 1], table[:, 2] = address, runs.length, 0
@@ -52,10 +75,12 @@ class BareNixl:
         local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
         opcode = self._nixl.NIXL_READ if reads else self._nixl.NIXL_WRITE
         handle = self._agent.createXferReq(opcode, rows(local), rows(remote), self._peer, b"", [])
-        status = self._agent.postXferReq(handle, b"")
+        return handle, self._agent.postXferReq(handle, b"")
+
+    def _end(self, handle: Any, status: Any) -> None:
         until = time.monotonic() + PATIENCE_S
         while status == self._nixl.NIXL_IN_PROG:
-            assert time.monotonic() < until, f"bare NIXL: a {operation} that does not end"
+            assert time.monotonic() < until, "bare NIXL: a transfer that does not end"
             status = self._agent.getXferStatus(handle)
         self._agent.releaseXferReq(handle)
 
@@ -63,7 +88,7 @@ class BareNixl:
 class BareMooncake:
     """The connector's engine."""
 
-    BATCH, UNDER_WAY = 1000, 256
+    BATCH, UNDER_WAY, at_once = 1000, 256, 0
 
     def __init__(self, transport: Any, peer: Any) -> None:
         self._engine, self._peer = transport._engine, peer.opening.segment
@@ -77,8 +102,8 @@ class BareMooncake:
             status = call(self._peer, local[batch].tolist(), remote[batch].tolist(), runs.length[batch].tolist())
             assert status == 0, f"Mooncake: status {status}"
 
-    def one_by_one(self, operation: str, runs: Runs) -> None:
-        """The same in batches of one, as many under way as the port has, looked at without a pause."""
+    def in_batches(self, operation: str, runs: Runs) -> None:
+        """In batches of one, as many under way as the port has, looked at without a pause."""
         reads, opcodes = operation == "read", importlib.import_module("mooncake.engine").TransferOpcode
         local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
         opcode, running = opcodes.Read if reads else opcodes.Write, deque[int]()

@@ -38,7 +38,7 @@ def test_16_mib_in_runs_of_256_kib_are_one_post() -> None:
     memory = Ranges.of([Segment(1 << 30, 64 * MIB, "cpu", 0)], "a worker")
     scattered = runs([((1 << 30) + (i << 19), (1 << 30) + (i << 19), 1 << 18) for i in range(64)])
     [waiting] = batches(scattered, memory, memory, nixl_transport._DESCRIPTOR_COST_BYTES)
-    waiting.take(NixlOptions().batch_bytes, nixl_transport._MOST_DESCRIPTORS[1])
+    waiting.take(NixlOptions().batch_bytes, Window().descriptors)
     assert not waiting.left
 
 
@@ -47,7 +47,7 @@ def test_what_runs_of_a_transfer_has_a_bound_whatever_a_batch_may_be(
 ) -> None:
     end, other = ends
     monkeypatch.setattr(end.transport, "_options", NixlOptions(batch_bytes=1 << 40))
-    assert end.transport.connect(other.endpoint, other.segments).window.size == 4 * MIB
+    assert end.transport.connect(other.endpoint, other.segments).window.size == 2 * MIB
 
 
 def test_descriptors_are_short_but_where_the_call_that_posts_copies(

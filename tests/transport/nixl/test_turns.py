@@ -39,13 +39,16 @@ def scattered(end: End, other: End, count: int = SHORT) -> Runs:
 def test_a_post_has_fewer_descriptors_where_it_takes_longer_for_each(
     ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over TCP each is sent in it; where it copies, half as many would cost as many calls again."""
+    """Over TCP each is sent in it, and copied if it is written; where what is read is copied in it, half as many would
+    cost as many calls again."""
     end, other = ends
     monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)
     library, posted = importlib.import_module("nixl")._bindings, []
     post, create = (getattr(end.transport._posting().library, name) for name in ("postXferReq", "createXferReq"))
-    for ends_in_call, most in ((False, 128), (True, 256)):
-        peer.window.inline = ends_in_call
+    there = scattered(end, other)
+    back = Runs(there.destination, there.source, there.length)
+    for operation, ends_in_call, most in (("read", False, 128), ("read", True, 256), ("write", True, 128)):
+        peer.window.inline, peer.window.writes = ends_in_call, operation == "write"
         answer = library.NIXL_SUCCESS if ends_in_call else library.NIXL_IN_PROG
         agent = instead(
             end,
@@ -53,11 +56,12 @@ def test_a_post_has_fewer_descriptors_where_it_takes_longer_for_each(
             postXferReq=lambda *given, answer=answer: (post(*given), answer)[1],
         )
         posted.clear()
-        transfer = end.transport.read(peer, scattered(end, other))
+        moves = getattr(end.transport, operation), there if operation == "read" else back
+        transfer = moves[0](peer, moves[1])
         assert posted == [most] * (SHORT // most) + [SHORT % most]
         agent._calls.clear()
         end.finish(transfer)
-    peer.window.inline = False
+    peer.window.inline = peer.window.writes = False
     agent = instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])
     posted.clear()
     end.finish(end.transport.read(peer, scattered(end, other, 200)))

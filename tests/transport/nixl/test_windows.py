@@ -43,7 +43,8 @@ class Clocks:
 
 def test_the_window_is_what_calls_copy_in_a_few_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
-    assert clocks.window.size == 4 * MIB
+    assert clocks.window.size == 2 * MIB
+    assert clocks.look(0.0003, 2 * MIB) > 6 * MIB, "the first call tells more than what was supposed before"
     for _ in range(200):
         clocks.look(0.001, MIB)
         clocks.look(0.0001, 0)
@@ -94,7 +95,8 @@ def test_a_call_is_long_that_took_this_threads_time_and_not_one_in_which_others_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clocks = Clocks(monkeypatch)
-    assert clocks.look(20, MIB, busy=10) == 4 * MIB, "nothing is known of it but the clock"
+    clocks.look(0.0001, 2 * MIB)
+    assert clocks.look(20, MIB, busy=10) > 4 * MIB, "nothing is known of it but the clock"
     for _ in range(100):
         assert clocks.look(20, MIB, busy=0.0005) >= 4 * MIB
     assert clocks.look(20, MIB, busy=10) == 2 * MIB
@@ -105,9 +107,9 @@ def test_the_kernel_is_asked_for_a_threads_time_only_for_a_while_after_a_call_th
 ) -> None:
     clocks = Clocks(monkeypatch)
     for _ in range(5):
-        clocks.look(0.0019, MIB)
+        clocks.look(0.0029, MIB)
         clocks.look(0.0001, MIB)
-    clocks.look(0.0021, MIB)
+    clocks.look(0.0031, MIB)
     assert not clocks.asked
     for _ in range(windows._TIMED):
         clocks.look(0.0001, MIB)
@@ -125,7 +127,7 @@ def test_all_of_the_window_is_posted_where_nothing_runs_and_what_is_left_of_it_o
     window = clocks.window
     clocks.post(0.0002, 2 * MIB, runs=runs)
     window.looked(window.running, window.begin())
-    assert window.room(clocks.clock) == window.size >= 4 * MIB
+    assert window.room(clocks.clock) == window.size >= 4 * MIB, "what it begins with is not believed for long"
     clocks.post(0.0, size := window.size, runs=True)
     assert window.room(clocks.clock) == 0
     window.looked(size // 4, window.begin())

@@ -60,7 +60,6 @@ NAME = "nixl"
 _DESCRIPTOR_COST_BYTES = 32 << 10
 
 _CALL_S = 0.001  # a call of ours does nothing more when it took this long
-_MOST_DESCRIPTORS = 256, 128  # in a call that posts and copies, and over TCP, where each takes 4 to 20 us of it
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled (see `NixlTransfer`); what they had begun
 # lands before that.
@@ -201,7 +200,7 @@ class NixlTransport:
         """A transfer that is one post, and on one host has ended then; of a short one the window learns nothing. None
         if nothing was posted: it is longer, or fails, which `_start` says. One function: each costs a microsecond."""
         window = peer.window
-        if window.running or runs.length.size > _MOST_DESCRIPTORS[not window.inline]:
+        if window.running or runs.length.size > window.descriptors:
             return None
         limit = min(self._options.batch_bytes, window.size)
         if (short := few(runs, source, destination, window.longest, limit, _DESCRIPTOR_COST_BYTES)) is None:
@@ -336,8 +335,7 @@ class NixlTransport:
     def _post(self, transfer: NixlTransfer, room: int) -> None:
         """Post the next batch, which costs so much at most."""
         waiting = transfer.waiting[0]
-        most = _MOST_DESCRIPTORS[not transfer.peer.window.inline]
-        rows, cost = waiting.take(min(self._options.batch_bytes, room), most)
+        rows, cost = waiting.take(min(self._options.batch_bytes, room), transfer.peer.window.descriptors)
         if not waiting.rest:
             del transfer.waiting[0]
         peer, nixl = transfer.peer, self._nixl

@@ -5,8 +5,8 @@ come, of any transfer. So what runs with a peer is bounded by what the calls wit
 the thread that calls: the costs that ended in them (`ranges.Batches` says what a descriptor costs), by their seconds.
 Calls that copy nothing take next to no time (RDMA): there the window is as large as it may be.
 
-Over TCP a look at reads takes what waits in the socket, and comes back; one at writes goes on while the peer makes
-room, for the whole window if the peer is quick. So where a peer is written to the window is shorter.
+Over TCP a look at reads takes what waits in the socket, and comes back; a call that posts or looks at writes goes on
+while the peer makes room, for all of the window if the peer is quick. So where a peer is written to it is shorter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-FIRST, LEAST, MOST = 4 << 20, 2 << 20, 256 << 20
-"""Bytes of the window at the beginning, and its bounds."""
+LEAST, MOST = 2 << 20, 256 << 20
+"""Bytes of the window: its bounds. It begins with the least, of which the first call tells how long it takes."""
 
 DESCRIPTOR, _INLINE_DESCRIPTOR = 1 << 20, 8 << 20
 """No descriptor is longer: a batch has one at least, and over TCP longer ones are written at 0.8 of the speed. Where
 the call that posts copies, they move bytes as fast and need not be cut: there one may be a quarter of the window."""
+
+_MOST_DESCRIPTORS = 256, 128
+"""In a call that posts a read and copies it, as on one host, and in any other: over TCP each takes 4 to 20 us, and a
+write is copied, too, as far as the peer has room."""
 
 _RUN_S, _WRITTEN_S = 0.0035, 0.0025
 _EMPTY_S = 0.00003
@@ -28,7 +32,7 @@ _EMPTY_S = 0.00003
 _REMEMBERED = 32 << 20
 """When so much has ended, what was seen counts half from then on."""
 
-_SLOW_S, _TIMED = 0.002, 64
+_SLOW_S, _TIMED = 0.003, 64
 """So many calls after one that seemed slow are timed by the thread's processor time, too."""
 
 _STILL_S = 0.1
@@ -47,9 +51,9 @@ class Window:
     something of the peer last ended, or was posted though nothing had, by the monotonic clock in seconds; that was done
     `unmoved` times since. `longest`: bytes of a descriptor at most. `writes`: something was written to the peer."""
 
-    size: int = FIRST
-    ended: float = FIRST
-    spent: float = _RUN_S
+    size: int = LEAST
+    ended: float = LEAST
+    spent: float = _RUN_S / 2
     running: int = 0
     inline: bool = False
     timed: int = 0
@@ -57,6 +61,11 @@ class Window:
     unmoved: int = 0
     longest: int = DESCRIPTOR
     writes: bool = False
+
+    @property
+    def descriptors(self) -> int:
+        """How many a post may have."""
+        return _MOST_DESCRIPTORS[self.writes or not self.inline]
 
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
