@@ -126,7 +126,8 @@ def migrate(transfer: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         extra["bootstrap_port"] = _BOOTSTRAP_PORT
     for key, value in given.items():
         if key in _LEASES:  # two times of theirs are one of ours, which must cover both
-            known = [one for one in (extra.get("kv_lease_duration"), value) if isinstance(one, int | float)]
+            least = extra.get("kv_lease_duration", given.get("kv_lease_duration", _THEIR_LEASE_S))
+            known = [one for one in (least, value) if isinstance(one, int | float)]
             extra["kv_lease_duration"] = max(known, default=value)
         elif (change := _CHANGES.get(key)) is not None:
             _merge(extra, change(value))
@@ -211,6 +212,8 @@ def _bootstrap(value: object) -> dict[str, Any]:
 
 
 _LEASES: Final = ("kv_lease_duration", "push_registration_timeout")
+_THEIR_LEASE_S: Final = 30
+"""vLLM's `kv_lease_duration`, where it is not given; `nixl/scheduler.py`."""
 _PROTOCOLS: Final = ("rdma", "tcp", "efa", "barex", "hip", "nvlink", "nvlink_intra")
 _CHANGES: Final[dict[str, Callable[[Any], dict[str, Any]]]] = {
     "backends": _backends,

@@ -281,6 +281,9 @@ def test_what_a_key_becomes() -> None:
     for times in ({"kv_lease_duration": 30, "push_registration_timeout": 480}, {"push_registration_timeout": 480}):
         for order in (times, dict(reversed(times.items()))):
             assert extra("NixlConnector", **order)["kv_lease_duration"] == 480, "which covers both"
+    assert extra("NixlConnector", push_registration_timeout=5)["kv_lease_duration"] == 30, "their own lease is as long"
+    for order in ({"kv_lease_duration": 20}, {"push_registration_timeout": 5, "kv_lease_duration": 20}):
+        assert extra("NixlConnector", **order)["kv_lease_duration"] == 20
     assert extra("MooncakeConnector", mooncake_protocol="efa")["transport_options"] == {"protocol": "efa"}
     assert extra("NixlConnector", backends=["UCX"], kv_lease_duration=20) == {
         "transport": "nixl", "mode": "pull", "kv_lease_duration": 20

@@ -11,7 +11,7 @@ from tests.support.geometry.world import Model, Side, instance, legal
 from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.manifest import Manifest, Role, Tensor
 from vllm_pd_connector.geometry.patterns import pattern
-from vllm_pd_connector.geometry.plan import Plan, make_plan
+from vllm_pd_connector.geometry.plan import Plan, make_plan, planning
 
 change = msgspec.structs.replace
 
@@ -194,3 +194,20 @@ def test_unused_replicas_have_no_edge() -> None:
     plan = plans(Model(layers=2, heads=2), {"tp": 8}, {"tp": 8})[5]
     assert sources_of(plan) == [5]
     assert plan.edge((0, 0, 5)) is plan.edges[0] and plan.edge((0, 0, 4)) is None
+
+
+def test_a_plan_is_made_a_tensor_and_a_source_at_a_time() -> None:
+    """Whoever has other work does it in between: of 80 layers and many ranks a plan takes milliseconds."""
+    model = Model(layers=8, heads=4)
+    sources, [mine] = manifests(model, tp=4), manifests(model, "d-1", tp=1)
+    pieces, count = planning(mine, sources), 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            plan = end.value
+            break
+        count += 1
+    tensors = len(mine.tensors)
+    assert count >= len(sources) + tensors + len(sources) * tensors + len(sources)  # read, cut, placed, paired
+    assert load(plan) == load(make_plan(mine, sources)) and sources_of(plan) == [0, 1, 2, 3]

@@ -148,6 +148,13 @@ def test_tcp_segments_are_large_unless_someone_chose_otherwise() -> None:
     }
 
 
+def test_a_segment_size_that_would_have_no_effect_is_refused() -> None:
+    given = {"engine_config": "TLS=tcp"}
+    assert backend_parameters(NixlOptions(backend_options=given), {}) == given, "it takes the place of the default"
+    with pytest.raises(InvalidConfig, match="tcp_segment_size is '64k', and would have no effect"):
+        backend_parameters(NixlOptions(backend_options=given, tcp_segment_size="64k"), {})
+
+
 def test_a_list_of_which_nixl_would_take_the_first_member_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="UCX_NET_DEVICES in the environment"):
         backend_parameters(NixlOptions(ucx={"NET_DEVICES": "mlx5_0:1,mlx5_1:1"}), {})

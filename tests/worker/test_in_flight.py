@@ -21,6 +21,7 @@ from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.worker.in_flight import POLL_DRAINING_S, SLICES_UNDER_WAY, InFlight
 from vllm_pd_connector.worker.poll_interval import FIRST_S, LONGEST_OF_OLD_S
+from vllm_pd_connector.worker.staging.stream import Stream
 
 NOTHING: Any = SimpleNamespace()
 IDLE: Any = SimpleNamespace(
@@ -339,9 +340,12 @@ def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, tr
     assert LONGEST_OF_OLD_S < until_next(10.4) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
 
 
-def test_what_the_staging_buffer_holds_no_more_without_having_said_so_has_failed() -> None:
-    """Its end was lost, with an error elsewhere in the turn: bytes may be missing."""
-    flight = InFlight("a push", NOTHING, NOTHING, NOTHING, IDLE, writes=True, staged={3})
+@pytest.mark.parametrize("unsure", [False, True])
+def test_what_the_staging_buffer_holds_no_more_without_having_said_so_has_failed(unsure: bool) -> None:
+    """Its end was lost, with an error elsewhere in the turn: bytes may be missing, and some may still come."""
+    stream = Stream("a push", 3, NOTHING, NOTHING, iter(()), may_write=unsure)
+    staged, watches = {3: stream}, {3: None}
+    flight = InFlight("a push", NOTHING, NOTHING, NOTHING, IDLE, writes=True, staged=staged, watches=watches)
     [(end, error)] = flight.poll(0.0, 0.0)
-    assert isinstance(end, TransferFailed) and end.index == 3 and end.terminal and error is None
-    assert not flight.may_write
+    assert isinstance(end, TransferFailed) and end.index == 3 and end.terminal is not unsure and error is None
+    assert flight.may_write == ({3} if unsure else set())

@@ -94,11 +94,11 @@ def announce(router: Address, urls: Urls) -> Exit:
 def drain(
     url: Annotated[str, typer.Argument(parser=taken(base_url), metavar="URL", help="base URL of the instance")],
     router: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             parser=taken(base_url),
             metavar="URL",
-            help="operators' interface of vllm-pd proxy, which then sends nothing more there",
+            help="operators' interface of vllm-pd proxy, which then sends nothing more there; again for each router",
         ),
     ] = None,
     timeout: Annotated[
@@ -119,9 +119,9 @@ def drain(
 
     if settle >= timeout:
         raise typer.BadParameter(f"{settle:g} is not below --timeout ({timeout:g})", param_hint="--settle")
-    draining = Drain(url, router)
+    draining = Drain(url, *(router or ()))
     try:
-        known = draining.leave()
+        strangers = draining.leave()
         left, drained = draining.wait(timeout, settle, lambda left: None if json else emit(str(left)))
     except StillUsed as error:
         raise CommandError(str(error)) from error
@@ -130,9 +130,9 @@ def drain(
     if not drained:
         raise Late(f"{url} is not drained after {timeout:g} s: {left}")
     if json:
-        emit_json("drain", {"url": url, "drained": True, "known_to_router": known if router is not None else None})
+        emit_json("drain", {"url": url, "drained": True, "known_to_router": not strangers if router else None})
     else:
-        unknown = "" if known else f"; {router} does not know it, or not any more"
+        unknown = "".join(f"; {one} does not know it, or not any more" for one in strangers)
         emit(f"{url} has nothing left to do: end it{unknown}")
     return Exit.OK
 

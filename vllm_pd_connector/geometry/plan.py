@@ -19,12 +19,14 @@ The manifests must have passed `check_pd_topology`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.interleave import meet
 from vllm_pd_connector.geometry.manifest import (
@@ -50,8 +52,9 @@ from vllm_pd_connector.geometry.sharding import (
 from vllm_pd_connector.geometry.topology import box_of, drafted_alone, logical_axes, pair_differences, share_box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 
@@ -132,22 +135,6 @@ class Edge:
     pairings: tuple[PagePairing, ...]
 
 
-def of_layers(edge: Edge, wanted: Callable[[str], bool]) -> Edge:
-    """The part of an edge that moves the layers that are wanted."""
-    pairings = []
-    for pairing in edge.pairings:
-        batches = tuple(_of_layers(batch, wanted) for batch in pairing.batches if any(map(wanted, batch.layers)))
-        if batches:
-            pairings.append(replace(pairing, batches=batches, patterns={}))
-    return replace(edge, pairings=tuple(pairings))
-
-
-def _of_layers(batch: LayerBatch, wanted: Callable[[str], bool]) -> LayerBatch:
-    which = [wanted(layer) for layer in batch.layers]
-    layers = tuple(layer for layer, chosen in zip(batch.layers, which, strict=True) if chosen)
-    return replace(batch, layers=layers, source=batch.source[which], destination=batch.destination[which])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """One edge per source rank that contributes, ordered by rank. `absent` are the destination's tensors that no source
@@ -198,41 +185,22 @@ class _Part(NamedTuple):
 
 
 def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
-    """Which source rank writes which bytes of this destination rank.
+    """`planning`, with nothing done in between."""
+    return at_once(planning(destination, sources))
+
+
+def planning(destination: Manifest, sources: Sequence[Manifest]) -> Pieces[Plan]:
+    """Which source rank writes which bytes of this destination rank; tensor by tensor, for many take milliseconds.
 
     Raises:
         IncompatiblePeer: an element without a source writer or with several, tensors that do not mean the same, or
             a source rank given twice.
     """
     ranks = [source.parallel.rank for source in sources]
-    if twice := next((rank for rank in ranks if ranks.count(rank) > 1), None):
+    if twice := next((rank for rank, count in Counter(ranks).items() if count > 1), None):
         raise IncompatiblePeer(f"duplicate rank: {describe_rank(twice)} of the peer is given twice")
-    holders: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
-    for i, source in enumerate(sources):
-        for tensor in source.tensors:
-            holders.setdefault((tensor.layer, tensor.role), []).append((i, tensor))
-
-    alone = drafted_alone([destination], sources[0]) if sources else frozenset()
-    known: dict[object, tuple[_Cut, ...]] = {}
-    chosen: list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]] = []
-    served: dict[tuple[int, ...], dict[str, int]] = {}  # replicas to the layers they can serve, numbered
-    absent: list[_Part] = []
     same: _Known = {}
-    for tensor in destination.tensors:
-        candidates = holders.get((tensor.layer, tensor.role), [])
-        # A state cannot be missing: decode would go on from nothing.
-        paged = destination.groups[tensor.group].kind is not GroupKind.STATE
-        if not candidates and paged and tensor.layer in alone:
-            absent.append(_Part(tensor, tensor, _layout_of(tensor.axes, tensor.axes, box_of(tensor.axes), same)))
-            continue
-        shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
-        if (cuts := known.get(shape)) is None:
-            cuts = known[shape] = _cut(tensor, candidates, destination, sources)
-        for cut in cuts:
-            layers = served.setdefault(tuple(candidates[i][0] for i in cut.replicas), {})
-            layers.setdefault(tensor.layer, len(layers))
-            chosen.append((tensor, cut, candidates, layers))
-
+    chosen, absent = yield from _choosing(destination, sources, same)
     parts: list[list[_Part]] = [[] for _ in sources]
     layouts: dict[tuple[int, int], _Layout] = {}  # of tensors that were cut alike, and one of their writers
     for tensor, cut, candidates, layers in chosen:
@@ -242,22 +210,54 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         if (layout := layouts.get((id(cut), writer))) is None:
             layout = layouts[id(cut), writer] = _layout_of(peer.axes, tensor.axes, cut.box, same)
         parts[owner].append(_Part(peer, tensor, layout))
-    edges = [
-        Edge(rank, destination.parallel.rank, source.groups, destination.groups, _pairings(destination, source, mine))
-        for rank, source, mine in zip(ranks, sources, parts, strict=True)
-        if mine
-    ]
-    alone_here = _pairings(destination, destination, absent)
-    return Plan(destination.parallel.rank, tuple(sorted(edges, key=lambda edge: edge.source)), alone_here)
+        yield
+    here, edges = destination.parallel.rank, []
+    for rank, source, mine in zip(ranks, sources, parts, strict=True):
+        if mine:
+            edges.append(Edge(rank, here, source.groups, destination.groups, _pairings(destination, source, mine)))
+            yield
+    return Plan(here, tuple(sorted(edges, key=lambda edge: edge.source)), _pairings(destination, destination, absent))
+
+
+def _choosing(
+    destination: Manifest, sources: Sequence[Manifest], same: _Known
+) -> Pieces[tuple[list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]], list[_Part]]]:
+    """The boxes of every tensor, each with the sources that have that tensor and the layers that are laid out on one
+    line with it, numbered; and what no source has."""
+    holders: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    for i, source in enumerate(sources):
+        for tensor in source.tensors:
+            holders.setdefault((tensor.layer, tensor.role), []).append((i, tensor))
+        yield
+    alone = drafted_alone([destination], sources[0]) if sources else frozenset()
+    known: dict[object, tuple[_Cut, ...]] = {}
+    chosen, absent = [], []
+    served: dict[tuple[int, ...], dict[str, int]] = {}  # by the replicas that can serve these layers
+    for tensor in destination.tensors:
+        candidates = holders.get((tensor.layer, tensor.role), [])
+        # A state cannot be missing: decode would go on from nothing.
+        paged = destination.groups[tensor.group].kind is not GroupKind.STATE
+        if not candidates and paged and tensor.layer in alone:
+            absent.append(_Part(tensor, tensor, _layout_of(tensor.axes, tensor.axes, box_of(tensor.axes), same)))
+            continue
+        shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
+        if (cuts := known.get(shape)) is None:
+            cuts = known[shape] = yield from _cutting(tensor, candidates, destination, sources)
+        for cut in cuts:
+            layers = served.setdefault(tuple(candidates[i][0] for i in cut.replicas), {})
+            layers.setdefault(tensor.layer, len(layers))
+            chosen.append((tensor, cut, candidates, layers))
+        yield
+    return chosen, absent
 
 
 def _shape(tensor: Tensor) -> tuple[object, ...]:
     return tensor.group, tensor.dtype, tensor.itemsize, tensor.opaque, tensor.page_tokens, tensor.axes
 
 
-def _cut(
+def _cutting(
     tensor: Tensor, candidates: Sequence[tuple[int, Tensor]], destination: Manifest, sources: Sequence[Manifest]
-) -> tuple[_Cut, ...]:
+) -> Pieces[tuple[_Cut, ...]]:
     """Split what the destination holds of a tensor into boxes with one set of equal writers each, and prove it."""
     name = f"{tensor.layer} {tensor.role}"
     wanted, share = box_of(tensor.axes), destination.groups[tensor.group].share
@@ -271,6 +271,7 @@ def _cut(
             where = f"{sources[i].engine_id} {describe_rank(sources[i].parallel.rank)}"
             raise IncompatiblePeer(f"{name}: incompatible with {where}:", found)
         replicas.setdefault((box_of(peer.axes), their_share), []).append(position)
+        yield
     cuts = []
     pieces = []
     for (held, their_share), positions in replicas.items():
@@ -279,6 +280,7 @@ def _cut(
             if meet(share, their_share):
                 place, count = _place(tensor.axes, destination.parallel, share, held, their_share)
                 cuts.append(_Cut(common, tuple(positions), place, count))
+        yield
     turns = max((their_share.size for _, their_share in replicas), default=1)
     every = (Interval(0, turns),) if turns > 1 else ()
     require_one_writer(name, (*wanted, *(share_box(share) if tensor.opaque else every)), pieces)
@@ -294,8 +296,7 @@ def _form(tensor: Tensor, share: TokenShare) -> tuple[object, ...]:
 def _place(
     axes: Sequence[Axis], parallel: Coordinates, share: TokenShare, held: Box, theirs: TokenShare
 ) -> tuple[int, int]:
-    """Which of the destination ranks that need a part of `held`, of its tokens `theirs`, this one is, and how many they
-    are.
+    """Which of the destination ranks that need a part of `held`, of its tokens `theirs`, this one is, of how many.
 
     The destination's shards are equal, and neighbouring ranks hold replicas of the same one, so its coordinates, its
     own interval and its own share tell everybody's.

@@ -122,7 +122,7 @@ class InFlight:
     posting_s: float = 0.0
     transfers: dict[int, _Direct] = field(default_factory=dict)
     over: int = 0
-    staged: set[int] = field(default_factory=set)
+    staged: dict[int, Stream] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     watches: dict[int, ProcessWatch | None] = field(default_factory=dict)
     moved: Moved = Moved()
@@ -138,8 +138,7 @@ class InFlight:
                 self.posted_at = self.moved_at = time.monotonic()
                 self.transfers[index] = _Direct(peer, iter(work), work.single)
             else:
-                self.stager.start(self.owner, index, self.link, peer, work, watch)
-                self.staged.add(index)
+                self.staged[index] = self.stager.start(self.owner, index, self.link, peer, work, watch)
         except Exception as error:  # a defect of ours: what was not begun must not be waited for, nor cost the others
             logger.exception("a transfer could not begin")
             self.transfers[index] = _Direct(peer, None, failure=f"unexpected {type(error).__name__}: {error}")
@@ -173,8 +172,7 @@ class InFlight:
         if (arrived := self.arrived) != self.seen:
             self.seen, self.moved_at = arrived, now
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
-            over, self.staged = self.staged, set()
-            for index in over:
+            for index in self._over_staged():
                 yield TransferFailed(index, "it was given up", terminal=index not in self.stuck), None
         for index in sorted(self.stuck):
             if (watch := self.watches[index]) is None:
@@ -250,7 +248,7 @@ class InFlight:
             self.stuck.add(stream.index)
         if error is not None and self.writes and self.stager.holds(self.owner):
             return TransferFailed(stream.index, str(error), terminal=False)
-        self.staged.discard(stream.index)
+        self.staged.pop(stream.index, None)
         self.over += stream.landed
         if error is not None:
             return TransferFailed(stream.index, str(error), terminal=stream.index not in self.stuck)
@@ -268,7 +266,14 @@ class InFlight:
             direct.rest, direct.failure = None, direct.failure or "it was given up"
         self.stager.cancel(self.owner)
         if not self.stager.holds(self.owner):
-            self.staged.clear()
+            self._over_staged()
+
+    def _over_staged(self) -> list[int]:
+        """Wait for no staged transfer any more. One that the stager has let go of may still write though its result was
+        not handled yet: others', which came with it, may have ended this."""
+        over, self.staged = self.staged, {}
+        self.stuck |= {index for index, stream in over.items() if stream.may_write}
+        return list(over)
 
     def give_up(self, now: float) -> None:
         """Whoever waited for this waits no longer: the link is told if it never ends."""

@@ -184,12 +184,30 @@ def test_what_is_left_at_another_name_that_was_removed_is_waited_for(there: Stan
     try:
         router.instances = lambda: rows((other, "leaving", "", 2))
         leaving = Drain(there.url, router.url)
-        assert not leaving.leave()
+        assert leaving.leave() == [router.url]
         assert leaving.wait(0.2, 0.1) == (Left(0, 0, at_router=2), False)
         router.instances = lambda: rows((other, "leaving", "", 0))
         assert leaving.wait(10.0, 0.1) == (Left(0, 0), True)
     finally:
         router.close()
+
+
+def test_of_several_routers_each_is_told_and_waited_for(there: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    """Routers beside each other know nothing of each other: the other one would go on sending."""
+    routers = [StandIn(), StandIn()]
+    try:
+        routers[1].instances = lambda: rows((there.url, "leaving", "", 1))
+        leaving = Drain(there.url, *(router.url for router in routers))
+        assert leaving.leave() == []
+        assert leaving.wait(0.2, 0.1) == (Left(0, 0, at_router=1), False)
+        routers[1].instances = lambda: rows()
+        routers[0].removal = 404
+        words = ["drain", there.url, "--settle", "0.1", *(f"--router={router.url}" for router in routers)]
+        assert cli.main(words) == 0
+        assert f"{routers[0].url} does not know it" in (said := capsys.readouterr().out) and routers[1].url not in said
+    finally:
+        for router in routers:
+            router.close()
 
 
 @over_bench
@@ -206,10 +224,10 @@ async def test_this_project_s_router_sends_nothing_more_and_says_when_its_last_a
     leaving = Drain(p.url, await bench.serve(admin_application(bench.router)))
     under_way = asyncio.create_task(bench.ask())
     await p.arrived.wait()
-    assert await asyncio.to_thread(leaving.leave)
+    assert await asyncio.to_thread(leaving.leave) == []
     assert await asyncio.to_thread(leaving.wait, 0.3, 0.1) == (Left(0, 0, at_router=1), False)
     assert (await bench.ask())[0] == 503
     let_go.set()
     assert (await under_way)[0] == 200
     assert await asyncio.to_thread(leaving.wait, 10.0, 0.1) == (Left(0, 0), True)
-    assert not await asyncio.to_thread(leaving.leave), "it is gone from there"
+    assert await asyncio.to_thread(leaving.leave), "it is gone from there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,14 +13,21 @@ from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, set_faults, u
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, ask_early, freed, whole, writes
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.bind import pair
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.worker.push import waves
+from vllm_pd_connector.geometry.manifest import GroupKind
+from vllm_pd_connector.geometry.plan import Edge
+from vllm_pd_connector.worker.push import link, waves
 from vllm_pd_connector.worker.push.active import ActivePush
 
 
 @pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
 def config(request: pytest.FixtureRequest) -> Config:
     return msgspec.structs.replace(CONFIG, staging_bytes=request.param, push_when="layers")
+
+
+def has_growing(edge: Edge) -> bool:
+    return any(pairing.kind is GroupKind.FULL for pairing in edge.pairings)
 
 
 @pytest.mark.parametrize("ready", [TOKENS - 1, TOKENS], ids=["tokens are missing", "the whole prompt"])
@@ -44,6 +52,21 @@ def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, re
     assert target.wait_for("d") == [True]
     assert whole(target.worker.memory, target.expected(0))
     freed(writer, "a")
+
+
+def test_a_prompt_that_is_wanted_late_is_paired_once_and_not_for_each_wave(writer, target, monkeypatch):
+    """Half a million tokens take milliseconds to be paired."""
+    paired = []
+    monkeypatch.setattr(link, "pair", lambda edge, *given, **also: (paired.append(edge), pair(edge, *given, **also))[1])
+    writer.compute(0, TOKENS)
+    writer.step_done(1)
+    ask_early(writer, target)
+    writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
+    writer.finish(step=1)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+    often = Counter((edge.source, edge.destination) for edge in paired if has_growing(edge))
+    assert len(writer.waves[0]) > 1 and often and set(often.values()) == {1}
 
 
 def test_a_wave_wakes_no_thread_that_looks_at_what_it_writes_anyway(writer, target, monkeypatch):

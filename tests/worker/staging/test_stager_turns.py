@@ -59,3 +59,24 @@ def test_a_turn_looks_at_as_many_streams_as_it_has_time_for_and_at_the_others_in
         stager._work = stager_module._Work.CONVERT  # what else there is to do has turns of its own
     assert set(turns) == {looks}
     assert [transport.looked.count(number) for number in range(STREAMS)] == [looks] * STREAMS
+
+
+def test_what_instances_hold_is_counted_once_for_all_streams_that_wait() -> None:
+    """Once for each of hundreds that wait was milliseconds for every chunk that began."""
+    stager, counted = Stager(NOTHING, (), 0), []
+    size_of = lambda slot: (counted.append(slot), 30)[1]  # noqa: E731
+    stager.staging = SimpleNamespace(length=200, size_of=size_of, take=lambda size: None)  # type: ignore[assignment]
+    instances = object(), object()
+    for number in range(STREAMS):
+        stream = Stream(object(), number, instances[number > 2], NOTHING, iter(()))
+        stream.waiting = SimpleNamespace(size=1)  # type: ignore[assignment]
+        if number < 4:  # 90 of the one instance, 30 of the other
+            stream.in_flight.append(InFlightChunk(stream, NOTHING, number, NOTHING, NOTHING))
+        stager._streams.append(stream)
+    assert not stager._refill({}), "there is no room"
+    assert sorted(counted) == [0, 1, 2, 3]
+    asked: list[int] = []
+    stager.staging.take = asked.append  # type: ignore[assignment, method-assign]
+    for stream, size in zip(stager._streams, (11, 11, 11, 71, 71, 70, 71, 71), strict=True):
+        stream.waiting = SimpleNamespace(size=size)  # type: ignore[assignment]
+    assert not stager._refill({}) and asked == [70], "an instance has half of the buffer at most"

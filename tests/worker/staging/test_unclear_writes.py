@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.protocol.transfers import TransferFailed
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.staging.stager import Stager
@@ -38,7 +39,7 @@ def test_a_write_is_over_only_if_all_of_its_chunks_are(ends: tuple[Any, ...], gi
         moving: Any = SimpleNamespace(end=end)
         stream.in_flight.append(InFlightChunk(stream, chunk, number, NOTHING, moving))
     stager._streams.append(stream)
-    flight = InFlight(owner, NOTHING, NOTHING, NOTHING, stager, writes=True, staged={0}, watches={0: None})
+    flight = InFlight(owner, NOTHING, NOTHING, NOTHING, stager, writes=True, staged={0: stream}, watches={0: None})
     if given_up:
         flight.cancel()
     told = []
@@ -48,3 +49,26 @@ def test_a_write_is_over_only_if_all_of_its_chunks_are(ends: tuple[Any, ...], gi
     over = [end for end in told if getattr(end, "terminal", True)]
     assert bool(over) == (UNSURE not in ends), told
     assert flight.unheard == (UNSURE in ends) and flight.may_write == ({0} if UNSURE in ends else set())
+
+
+@pytest.mark.parametrize("ends", [(UNSURE, SURE), (SURE, UNSURE), (UNSURE, UNSURE), (SURE, SURE)])
+def test_what_one_result_ends_knows_the_others_that_came_with_it(ends: tuple[TransferError, ...]) -> None:
+    """The link's loss, or the failure of the first of two, ends a write whose own result is next in the list."""
+    stager, owner = Stager(Transport(), (), 0), object()  # type: ignore[arg-type]
+    stager.staging = SimpleNamespace(give=lambda slot: None)  # type: ignore[assignment]
+    streams, chunk = {}, SimpleNamespace(writes=True)
+    for index, end in enumerate(ends):
+        stream = streams[index] = Stream(owner, index, NOTHING, NOTHING, iter(()), made=True)
+        moving: Any = SimpleNamespace(end=end)
+        stream.in_flight.append(InFlightChunk(stream, chunk, index, NOTHING, moving))  # type: ignore[arg-type]
+        stager._streams.append(stream)
+    flight = InFlight(owner, NOTHING, NOTHING, NOTHING, stager, writes=True, staged=streams, watches={0: None, 1: None})
+    results = stager.poll()
+    assert len(results) == 2
+    flight.cancel()
+    unsure = {index for index, end in enumerate(ends) if end is UNSURE}
+    assert flight.may_write == unsure, "it is decided by this whether the blocks there are kept"
+    for stream, error in results:
+        end = flight.staged_ended(stream, error)
+        assert isinstance(end, TransferFailed) and end.terminal == (stream.index not in unsure)
+    assert flight.may_write == unsure and not list(flight.poll(0.0, 0.0))

@@ -8,10 +8,10 @@ an idle engine for one when a lease ends:
                turn is none: whoever wants it can compute it
 
 Both must be 0 at every look for some seconds: a request that the API server is still reading is in neither. That no new
-ones come is the router's part. This project's is told to send none, and asked whether it still waits for an answer;
+ones come is the routers' part. This project's are told to send none, and asked whether they still wait for an answer;
 others are told by the operator before, and may have chosen a decode instance for a request whose prefill still runs.
 
-The router knows an instance by a URL, and the same one may have several (a name, another interface). One that resolves
+A router knows an instance by a URL, and the same one may have several (a name, another interface). One that resolves
 to the same address and port, or whose engine has the same id, is the same instance: while the router uses it by that
 URL, it may not be ended.
 """
@@ -55,7 +55,7 @@ class StillUsed(PDConnectorError):
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an instance has to do; `at_router`: requests to it whose answers the router waits for."""
+    """What an instance has to do; `at_router`: requests to it whose answers routers wait for."""
 
     requests: int
     leases: int
@@ -70,44 +70,43 @@ class Left:
 
 
 class Drain:
-    """One instance, and the operators' interface of this project's router if that is to be told.
+    """One instance, and the operators' interfaces of this project's routers that are to be told.
 
     Args:
         url: base URL of the instance.
-        admin: base URL of the router's operators' interface, None if the router was told by other means.
+        admins: base URL of each router's operators' interface; none if routers were told by other means.
     """
 
-    def __init__(self, url: str, admin: str | None = None) -> None:
+    def __init__(self, url: str, *admins: str) -> None:
         self._url = url
-        self._admin = admin
-        self._names = {url}  # by which the router knows it
+        self._admins = admins
+        self._names = {url}  # by which the routers know it
 
-    def leave(self) -> bool:
-        """Have the router send nothing more; False if it does not know the instance by this URL (any more).
+    def leave(self) -> list[str]:
+        """Have the routers send nothing more; those that do not know the instance by this URL (any more).
 
         Raises:
-            CannotTell: it does not answer, or otherwise than this project's router does.
-            StillUsed: it uses the instance by another URL.
+            CannotTell: one does not answer, or otherwise than this project's router does.
+            StillUsed: one uses the instance by another URL.
         """
-        if self._admin is None:
-            return True
-        where = f"{self._admin}/instances?url={urllib.parse.quote(self._url, safe='')}"
+        return [admin for admin in self._admins if not self._leave(admin)]
+
+    def _leave(self, admin: str) -> bool:
+        where = f"{admin}/instances?url={urllib.parse.quote(self._url, safe='')}"
         status, content = _ask(where, method="DELETE")
         if status not in (202, 404):
             raise CannotTell(
                 f"{where}: HTTP {status}: {content[:200]!r}; give the router's --admin-host and --admin-port"
             )
-        for other, row in self._same():
+        for other, row in self._same(admin):
             self._names.add(other)
             if row.get("state") != LEAVING:
-                raise StillUsed(
-                    f"{self._admin} still uses this instance, by another URL than {self._url}: drain {other}"
-                )
+                raise StillUsed(f"{admin} still uses this instance, by another URL than {self._url}: drain {other}")
         return status == 202
 
-    def _same(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """The other URLs by which the router knows this instance, and what it says of each."""
-        others = [(url, row) for url, row in self._rows().items() if url != self._url]
+    def _same(self, admin: str) -> list[tuple[str, Mapping[str, Any]]]:
+        """The other URLs by which a router knows this instance, and what it says of each."""
+        others = [(url, row) for url, row in _rows(admin).items() if url != self._url]
         if not others:
             return []
         own, ids = _places(self._url), [engine.engine_id for engine in self._page()[0].values()]
@@ -141,22 +140,9 @@ class Drain:
         return engines, sums
 
     def _at_router(self) -> int:
-        if self._admin is None:
-            return 0
         # Removed, it stays in the list until the last of its requests has ended.
-        return sum(row["in_flight"] for url, row in self._rows().items() if url in self._names)
-
-    def _rows(self) -> dict[str, Mapping[str, Any]]:
-        """What the router says of instances, by URL."""
-        where = f"{self._admin}/instances"
-        status, content = _ask(where)
-        if status != 200:
-            raise CannotTell(f"{where}: HTTP {status}; give the router's --admin-host and --admin-port")
-        try:
-            rows: list[Mapping[str, Any]] = json.loads(content)["instances"]
-            return {str(row["url"]): {**row, "in_flight": int(row["in_flight"])} for row in rows}
-        except (ValueError, TypeError, KeyError) as error:
-            raise CannotTell(f"{where}: not what this project's router says: {error}") from error
+        rows = (row for admin in self._admins for row in _rows(admin).items())
+        return sum(row["in_flight"] for url, row in rows if url in self._names)
 
     def wait(
         self, timeout: float, settle: float, tell: Callable[[Left], object] = lambda left: None
@@ -178,6 +164,19 @@ class Drain:
             if now >= since + settle or now >= until:
                 return left, now >= since + settle
             time.sleep(min(LOOK_EVERY_S, until - now))
+
+
+def _rows(admin: str) -> dict[str, Mapping[str, Any]]:
+    """What a router says of instances, by URL."""
+    where = f"{admin}/instances"
+    status, content = _ask(where)
+    if status != 200:
+        raise CannotTell(f"{where}: HTTP {status}; give the router's --admin-host and --admin-port")
+    try:
+        rows: list[Mapping[str, Any]] = json.loads(content)["instances"]
+        return {str(row["url"]): {**row, "in_flight": int(row["in_flight"])} for row in rows}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CannotTell(f"{where}: not what this project's router says: {error}") from error
 
 
 def _sums(page: str) -> dict[str, float]:

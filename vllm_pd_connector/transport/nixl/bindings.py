@@ -76,7 +76,7 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
     Raises:
         InvalidConfig: an option is out of range; `ucx` given for another backend, or twice, or with UCX's prefix, which
             UCX would take no notice of, or with a list, of which NIXL would take the first member alone: it cuts
-            engine_config at every comma.
+            engine_config at every comma; a segment size beside an `engine_config`, which takes its place.
     """
     for name in ("progress_interval_us", "batch_bytes"):
         if (number := getattr(options, name)) < 1:
@@ -89,8 +89,14 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
         if settings:
             raise InvalidConfig(f"ucx: {settings} given, but backend is {options.backend}; use backend_options")
         return dict(options.backend_options)
-    if settings and "engine_config" in options.backend_options:
-        raise InvalidConfig("ucx and backend_options.engine_config are both given; use ucx alone")
+    if "engine_config" in options.backend_options:
+        if settings:
+            raise InvalidConfig("ucx and backend_options.engine_config are both given; use ucx alone")
+        if options.tcp_segment_size not in ("", NixlOptions().tcp_segment_size):
+            raise InvalidConfig(
+                f"tcp_segment_size is {options.tcp_segment_size!r}, and would have no effect beside "
+                "backend_options.engine_config; use ucx in its place"
+            )
     for key, value in settings.items():
         if "," in value:
             raise InvalidConfig(

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import Tail, filled_every, first_valid_tokens, pair
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
-from vllm_pd_connector.geometry.plan import Edge, make_plan, of_layers
+from vllm_pd_connector.geometry.plan import Edge, planning
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.transport.base import is_met
 from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
+from vllm_pd_connector.worker.push.waves import of_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class _Edges:
     """What this rank gives to one rank of the decode instance, each wave of layers and then all others: by cursor, and
-    at the end; each directly and by way of the staging buffer. `step` is in tokens."""
+    at the end; each directly and by way of the staging buffer. `together`: all that grows, as one. `step` is in
+    tokens."""
 
     growing: tuple[tuple[Edge, Edge], ...]
     ending: tuple[tuple[Edge, Edge], ...]
+    together: tuple[Edge, Edge]
     step: int
 
 
@@ -103,16 +106,15 @@ class WriteLink(PeerLink):
         remote, check = yield from self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
         self.run_cost = run_cost_of(transport)
         for destination in remote:
-            edge = make_plan(destination, ours).edge(local.parallel.rank)
-            yield
+            edge = (yield from planning(destination, ours)).edge(local.parallel.rank)
             rank = destination.parallel.rank
             if edge is not None:
                 while not is_met(transport, destination.endpoint):
                     yield
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
                 yield
-            self.outgoing[rank] = _edges(edge, self.waves, chunk_bytes, self.run_cost) if edge is not None else None
-            yield
+            both = (yield from self._edges(edge, chunk_bytes)) if edge is not None else None
+            self.outgoing[rank] = both
         self.chunk_bytes = chunk_bytes
         converted = sum(
             any(staged.pairings for _, staged in (*edges.growing, *edges.ending))
@@ -148,8 +150,10 @@ class WriteLink(PeerLink):
         edges = self._edges_to(into)
         if edges is None:
             return NOTHING
-        begins = [ahead.reach if wave < ahead.waves else cursor for wave in range(len(edges.growing))]
         ending = edges.ending[ahead.waves if ahead.whole else 0 :] if whole else ()
+        if not ahead.waves:  # each wave by itself would pair the same tokens
+            return self._bind(into, source, (edges.together,), [cursor], ending, reach)
+        begins = [ahead.reach if wave < ahead.waves else cursor for wave in range(len(edges.growing))]
         return self._bind(into, source, edges.growing, begins, ending, reach)
 
     def bind_waves(
@@ -194,27 +198,26 @@ class WriteLink(PeerLink):
             first_valid_tokens([*direct, *staged]),
         )
 
+    def _edges(self, edge: Edge, chunk_bytes: int) -> Pieces[_Edges]:
+        """What an edge moves, by waves and in both ways."""
+        growing = tuple(pairing for pairing in edge.pairings if pairing.kind is GroupKind.FULL)
+        ending = tuple(pairing for pairing in edge.pairings if pairing.kind is not GroupKind.FULL)
+        step = lcm(*(filled_every(side) for f in growing for side in (f.source, f.destination)))
+        in_waves = frozenset(layer for wave in self.waves for layer in wave)
+        parts: list[tuple[tuple[Edge, Edge], ...]] = []
+        for pairings in (growing, ending):
+            some, whole = [], replace(edge, pairings=pairings)
+            for wanted in (*(frozenset(wave).__contains__ for wave in self.waves), lambda layer: layer not in in_waves):
+                some.append(split(of_layers(whole, wanted), chunk_bytes, writes=True, run_cost=self.run_cost))
+                yield
+            parts.append(tuple(some))
+        together = split(replace(edge, pairings=growing), chunk_bytes, writes=True, run_cost=self.run_cost)
+        yield
+        return _Edges(parts[0], parts[1], together, step)
+
     def _edges_to(self, into: PushInto) -> _Edges | None:
         """None: nothing is written into that rank. What is not connected must not pass for that."""
         rank = into.rank
         if rank not in self.outgoing:
             raise BindError(f"rank {rank}: asked to be written into, connected are {sorted(self.outgoing)}")
         return self.outgoing[rank]
-
-
-def _edges(edge: Edge, waves: Sequence[Sequence[str]], chunk_bytes: int, run_cost: int) -> _Edges:
-    growing = tuple(pairing for pairing in edge.pairings if pairing.kind is GroupKind.FULL)
-    ending = tuple(pairing for pairing in edge.pairings if pairing.kind is not GroupKind.FULL)
-    step = lcm(*(filled_every(side) for f in growing for side in (f.source, f.destination)))
-
-    def both(edge: Edge) -> tuple[Edge, Edge]:
-        return split(edge, chunk_bytes, writes=True, run_cost=run_cost)
-
-    in_waves = frozenset(layer for wave in waves for layer in wave)
-
-    def parts(pairings: tuple[PagePairing, ...]) -> tuple[tuple[Edge, Edge], ...]:
-        whole = replace(edge, pairings=pairings)
-        of_waves = [of_layers(whole, frozenset(wave).__contains__) for wave in waves]
-        return tuple(map(both, (*of_waves, of_layers(whole, lambda layer: layer not in in_waves))))
-
-    return _Edges(parts(growing), parts(ending), step)

@@ -9,13 +9,16 @@ recurrent states: they were computed where a later layer was, and go with its wa
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from vllm_pd_connector.geometry.plan import Edge, LayerBatch
 
 logger = init_logger(__name__)
 
@@ -75,3 +78,19 @@ class WaveCount:
         self._whole += 1
         self._left = self._waves[self._whole] if self._whole < len(self._waves) else frozenset()
         return self._whole
+
+
+def of_layers(edge: Edge, wanted: Callable[[str], bool]) -> Edge:
+    """The part of an edge that moves the layers that are wanted."""
+    pairings = []
+    for pairing in edge.pairings:
+        batches = tuple(_of_layers(batch, wanted) for batch in pairing.batches if any(map(wanted, batch.layers)))
+        if batches:
+            pairings.append(replace(pairing, batches=batches, patterns={}))
+    return replace(edge, pairings=tuple(pairings))
+
+
+def _of_layers(batch: LayerBatch, wanted: Callable[[str], bool]) -> LayerBatch:
+    which = [wanted(layer) for layer in batch.layers]
+    layers = tuple(layer for layer, chosen in zip(batch.layers, which, strict=True) if chosen)
+    return replace(batch, layers=layers, source=batch.source[which], destination=batch.destination[which])

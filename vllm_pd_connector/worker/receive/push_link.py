@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.geometry.plan import Plan, make_plan
+from vllm_pd_connector.geometry.plan import Plan, planning
 from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class AskLink(PeerLink):
         """
         cannot = "decode engine {} cannot be written into by prefill engine {}"
         remote, check = yield from self._accept(local, local, cannot)
-        self.plan = make_plan(local, remote)  # as each rank there makes it: it tells what is written here
+        self.plan = yield from planning(local, remote)  # as each rank there makes it: it tells what is written here
         return f"{check.status}, writes here"
 
     def disconnect(self, transport: Transport) -> None:

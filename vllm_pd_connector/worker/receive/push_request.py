@@ -30,12 +30,13 @@ from vllm_pd_connector.worker.receive.ending import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from vllm_pd_connector.geometry.manifest import Group
     from vllm_pd_connector.metadata import PushFrom
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.worker.peers.earliest import Earliest
-    from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
 
@@ -124,9 +125,13 @@ class PushRequester:
         if not self._asked_for or not (self._processes.take_lost() or now >= self._looked_at + LOOK_S):
             return
         self._looked_at = now
+        watches = {watch for active in self._asked_for for watch in active.watches}  # most are many pushes'
+        for watch in watches:
+            watch.look(now)
+        closed = {watch for watch in watches if watch.closed}
         for active in list(self._asked_for):
             if active.machine.writing:
-                self._look(active, now)
+                self._look(active, closed, now)
             else:
                 del self._asked_for[active]
         self._drains = any(active.reported for active in self._asked_for)
@@ -135,15 +140,13 @@ class PushRequester:
         """When a `tick` is due, if no process ends before: nobody else says when a quarantine is over."""
         return self._looked_at + LOOK_S if self._drains else None
 
-    def _look(self, active: ActiveReceive, now: float) -> None:
-        for watch in active.watches:
-            watch.look(now)
+    def _look(self, active: ActiveReceive, closed: AbstractSet[ProcessWatch], now: float) -> None:
         if all(watch.over for watch in active.watches):
             reason = f"all workers of the prefill instance at {active.link.machine.key} have ended"
             self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
         elif active.reported:
             self._tell(active, now)
-        elif (ended := next((watch for watch in active.watches if watch.closed), None)) is not None:
+        elif closed and (ended := next((watch for watch in active.watches if watch in closed), None)) is not None:
             failed = receives.PushFailed(f"a {ended}", terminal=False)
             self._drive(active, failed, now, FailureKind.PEER_UNREACHABLE)
 

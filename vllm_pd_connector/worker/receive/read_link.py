@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pairing
-from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
+from vllm_pd_connector.geometry.plan import Edge, Plan, planning
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.transport.base import is_met
@@ -50,8 +50,7 @@ class ReadLink(PeerLink):
     def connecting(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> Pieces[str]:
         """Check, plan, connect to the ranks that are read from. Raises as `PeerLink.connecting`."""
         remote, check = yield from self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
-        plan = make_plan(local, remote)
-        yield
+        plan = yield from planning(local, remote)
         by_rank = {m.parallel.rank: m for m in remote}
         for edge in plan.edges:
             source = by_rank[edge.source]

@@ -21,6 +21,7 @@ All of it runs in the transfer thread, in slices of about a millisecond. Figures
 from __future__ import annotations
 
 import time
+from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -118,10 +119,11 @@ class Stager:
         peer: TransportPeer,
         chunks: Iterable[Chunk],
         watch: ProcessWatch | None = None,
-    ) -> None:
+    ) -> Stream:
         """Begin a staged transfer from or to `peer`, a rank of `instance`; `poll` names it when it has ended."""
-        self._streams.append(Stream(owner, index, instance, peer, iter(chunks), watch))
+        self._streams.append(stream := Stream(owner, index, instance, peer, iter(chunks), watch))
         self._posted = True
+        return stream
 
     def poll(self) -> list[tuple[Stream, TransferError | None]]:
         """Go on for about a millisecond. Returns the streams that ended, with what failed them.
@@ -313,14 +315,18 @@ class Stager:
     def _refill(self, failed: dict[Stream, TransferError]) -> bool:
         """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn."""
         ready = [
-            s
+            (s, s.waiting)
             for s in self._streams
-            if len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed and s.waiting is not None and self._may_take(s)
+            if s.waiting is not None and len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed
         ]
-        stream = min(ready, key=lambda s: len(s.in_flight), default=None)
-        if stream is None or stream.waiting is None or (slot := self.staging.take(stream.waiting.size)) is None:
+        if not ready:
             return False
-        chunk, stream.waiting = stream.waiting, None
+        held, most = self._held(), self.staging.length // 2  # of one instance
+        fitting = [(s, chunk) for s, chunk in ready if held[id(s.instance)] + chunk.size <= most]
+        stream, chunk = min(fitting, key=lambda one: len(one[0].in_flight), default=(None, None))
+        if stream is None or chunk is None or (slot := self.staging.take(chunk.size)) is None:
+            return False
+        stream.waiting = None
         assert self._memory is not None
         copying = self.copier.begin(self._memory.segment.address + slot, chunk.copies, gather=chunk.writes)
         flight = InFlightChunk(stream, chunk, slot, copying)
@@ -362,11 +368,12 @@ class Stager:
         except Exception as error:  # a defect of ours that one stream met must not reach the others
             failed[stream] = _defect(error)
 
-    def _may_take(self, stream: Stream) -> bool:
-        flights = [*self._orphans, *self._stuck, *(f for s in self._streams for f in s.in_flight)]
-        held = sum(self.staging.size_of(flight.slot) for flight in flights if flight.stream.instance is stream.instance)
-        assert stream.waiting is not None
-        return held + stream.waiting.size <= self.staging.length // 2
+    def _held(self) -> Counter[int]:
+        """Bytes of the buffer by the `id` of the instance that they are for."""
+        held: Counter[int] = Counter()
+        for flight in (*self._orphans, *self._stuck, *(f for s in self._streams for f in s.in_flight)):
+            held[id(flight.stream.instance)] += self.staging.size_of(flight.slot)
+        return held
 
 
 def _seen_by_owner(chunk: Chunk, error: TransferError) -> TransferError:
