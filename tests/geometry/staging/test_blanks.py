@@ -79,7 +79,10 @@ def slots(worker: Worker, move: Move) -> set[int]:
 @given(st.one_of(moves(), windows()))
 def test_every_slot_of_a_request_s_blocks_is_written_or_blank(move: Move) -> None:
     assume(move.start < move.stop)
-    move = as_ordered(move)
+    require_all_written_or_blank(as_ordered(move))
+
+
+def require_all_written_or_blank(move: Move) -> None:
     sources = instance(move.model, move.source, "p-0")
     for worker in instance(move.model, move.destination, "decode-1"):
         plan = make_plan(worker.manifest, [s.manifest for s in sources])
@@ -88,6 +91,17 @@ def test_every_slot_of_a_request_s_blocks_is_written_or_blank(move: Move) -> Non
         assert len(blank) == len(set(blank)), "nothing is zeroed twice"
         assert not full & set(blank), "nothing is zeroed that is written"
         assert full | set(blank) == slots(worker, move)
+
+
+def test_slots_before_what_came_of_a_window_are_blank() -> None:
+    """A block of eight tokens, of which the prefill side has let go of the first four: the position behind the seven
+    looks at three."""
+    model = Model(layers=2, heads=1, key=1, value=1, window=3)
+    move = make_move(replace(model, window=0), Side(block_tokens=2), Side(block_tokens=8), 0, 7)
+    ids = move.source_tables[0].ids
+    ids[:2] = NULL_BLOCK
+    tables = [BlockTable.of(0, ids.tolist()), *move.source_tables[1:]]
+    require_all_written_or_blank(as_ordered(replace(move, model=model, late_start=4, source_tables=tables)))
 
 
 @pytest.mark.parametrize(("source", "blank"), [("NHD", 0), ("HND", 3 * 2 * 2 * 2 * 2)])

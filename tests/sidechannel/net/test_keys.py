@@ -90,7 +90,8 @@ def test_a_server_that_has_another_key_than_it_should_is_told_nothing(server, de
 
 def test_without_its_authenticator_a_server_lets_nobody_in(server, prefill, decode):
     server._authenticator.stop()
-    assert isinstance(ask(decode, server.port, prefill.public, SILENCE_S), DeadlineExceeded)
+    for _ in range(2):  # the first may have met its socket, which libzmq closes in a thread of its own
+        assert isinstance(ask(decode, server.port, prefill.public, SILENCE_S), DeadlineExceeded)
 
 
 def test_an_address_with_a_key_is_not_asked_without_keys(prefill):
