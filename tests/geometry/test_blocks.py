@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
+from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable, agree
 
 TABLE = BlockTable.of(3, [0, 0, 7, 0, 2**31 - 1])
 WIRE = {"first_block": 3, "ids": b"\0\0\0\0\0\0\0\0\7\0\0\0\0\0\0\0\xff\xff\xff\x7f"}
@@ -56,3 +56,24 @@ def test_a_table_of_our_own_is_one_too() -> None:
         BlockTable.of(-1, [1])
     with pytest.raises(struct.error):
         BlockTable.of(0, [2**31])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ((0, [4, 5]), (0, [4, 5, 6]), True),
+        ((0, [4, 5, 6]), (0, [4, 5]), True),
+        ((2, [4, 5]), (3, [5, 6]), True),
+        ((0, [0, 0, 4, 5]), (3, [5, 6]), True),
+        ((0, [4]), (3, [5]), True),
+        ((0, []), (0, [5]), True),
+        ((0, [4, 5]), (0, [4, 7, 6]), False),
+        ((2, [4, 5]), (3, [7, 6]), False),
+        ((0, [4, 5]), (1, [4]), False),
+    ],
+)
+def test_tables_agree_where_they_name_one_id_for_each_block_that_both_have(
+    one: tuple[int, list[int]], other: tuple[int, list[int]], same: bool
+) -> None:
+    a, b = BlockTable.of(*one), BlockTable.of(*other)
+    assert agree(a, b) is agree(b, a) is same

@@ -12,6 +12,7 @@ from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.manifest import Manifest, Role, Tensor
 from vllm_pd_connector.geometry.patterns import pattern
 from vllm_pd_connector.geometry.plan import Plan, make_plan, planning
+from vllm_pd_connector.geometry.topology import TopologyStatus, check_pd_topology
 
 change = msgspec.structs.replace
 
@@ -211,3 +212,17 @@ def test_a_plan_is_made_a_tensor_and_a_source_at_a_time() -> None:
     tensors = len(mine.tensors)
     assert count >= len(sources) + tensors + len(sources) * tensors + len(sources)  # read, cut, placed, paired
     assert load(plan) == load(make_plan(mine, sources)) and sources_of(plan) == [0, 1, 2, 3]
+
+
+def test_a_layer_of_two_pipeline_stages_is_no_instance() -> None:
+    """vLLM's EAGLE counts its stage's layers alone: with three stages, or uneven ones, its layer has another
+    stage's name, and both passed for copies of one cache."""
+    model = Model(layers=8, heads=2)
+    stages = manifests(model, pp=4)
+    [taken, *_] = (tensor.layer for tensor in stages[1].tensors)
+    [own, *_] = (tensor.layer for tensor in stages[3].tensors)
+    as_named = tuple(change(one, layer=taken) if one.layer == own else one for one in stages[3].tensors)
+    check = check_pd_topology(manifests(model, "d-1"), [*stages[:3], change(stages[3], tensors=as_named)])
+    assert check.status is TopologyStatus.INVALID_REMOTE
+    assert f"pipeline stages 1 and 3 both have a layer {taken}" in check.reason and "draft" in check.reason
+    assert check_pd_topology(manifests(model, "d-1"), stages).allowed

@@ -10,13 +10,13 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import HANDS_OVER, PARAMS, Instance, answers, info, streams
+from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, PARAMS, Instance, answers, info, streams
 from vllm_pd_connector.proxy.conversations import Conversations, turn_keys
 from vllm_pd_connector.proxy.instance import InstanceRole
 from vllm_pd_connector.routing.handoff import ASK_PREFILL
 
 KEPT = {"do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "d-0", "remote_block_ids": [[7]]}
-STREAM = streams(b"data: {}\n\n", b"data: [DONE]\n\n")
+STREAM = streams(FINISHED, b"data: [DONE]\n\n")
 KEEPS = answers({"choices": [{"message": {"content": "b"}}], "kv_transfer_params": KEPT})
 P = info(mode="pull", conversations="on")
 D = info(mode="pull", conversations="on", role="kv_consumer", engine_id="d-0", side_channel_port=5700)
@@ -90,7 +90,7 @@ async def test_a_stream_s_turn_is_known_as_soon_as_its_client_has_the_end(bench:
         await ended.wait()
 
     prefill, _ = await bench.pair(
-        decode=streams(b"data: {}\n\n", b"data: [DONE]\n\n", then=wait), says=(P, D), conversations=True
+        decode=streams(FINISHED, b"data: [DONE]\n\n", then=wait), says=(P, D), conversations=True
     )
     url = bench.url.replace("/v1/completions", "/v1/chat/completions")
     async with bench.client.post(url, json=chat("a", stream=True)) as first:
@@ -224,7 +224,7 @@ async def test_a_request_whose_id_is_in_use_takes_no_turn(bench: Bench) -> None:
     "events",
     [
         (b'data: {"choices": [{"text": "[DONE]"}]}\n\n',),
-        (b"data: {}\n\n", b'data: {"error": {"message": "m", "code": 500}}\n\n', b"data: [DONE]\n\n"),
+        (FINISHED, b'data: {"error": {"message": "m", "code": 500}}\n\n', b"data: [DONE]\n\n"),
     ],
     ids=["breaks off after a text like the end", "says that it failed"],
 )

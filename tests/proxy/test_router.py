@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
 from tests.support.servers.excuses import legs_of
 from vllm_pd_connector.proxy.exchange import whole_events
 
@@ -57,9 +57,9 @@ async def test_chat_goes_to_the_chat_route(bench: Bench) -> None:
 
 @over_bench
 async def test_a_stream_is_passed_on_byte_by_byte(bench: Bench) -> None:
-    await bench.pair(decode=streams(b"data: 1\n\n", b"data: [DONE]\n\n"))
+    await bench.pair(decode=streams(FINISHED, b"data: [DONE]\n\n"))
     status, text, headers = await bench.ask({"prompt": "x", "stream": True})
-    assert (status, text) == (200, "data: 1\n\ndata: [DONE]\n\n")
+    assert (status, text) == (200, FINISHED.decode() + "data: [DONE]\n\n")
     assert headers["Content-Type"].startswith("text/event-stream")
 
 
@@ -70,9 +70,9 @@ async def test_an_event_reaches_the_client_before_the_stream_ends(bench: Bench) 
     async def wait_until_seen(_request: web.Request) -> None:
         await seen.wait()
 
-    await bench.pair(decode=streams(b"data: 1\n\n", then=wait_until_seen, last=DONE_EVENT))
+    await bench.pair(decode=streams(FINISHED, then=wait_until_seen, last=DONE_EVENT))
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
-        assert await response.content.readany() == b"data: 1\n\n"
+        assert await response.content.readany() == FINISHED
         seen.set()
         assert await response.content.read() == DONE_EVENT
 
@@ -158,11 +158,11 @@ async def test_an_instance_that_breaks_off_before_an_answer_is_502(bench: Bench)
 
 @over_bench
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(bench: Bench) -> None:
-    await bench.pair(decode=streams(b"data: 1\n\n", then=break_off))
+    await bench.pair(decode=streams(FINISHED, then=break_off))
     status, text, _ = await bench.ask({"prompt": "x", "stream": True})
     events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
     assert status == 200
-    assert (events[0], events[-1]) == ("1", "[DONE]")
+    assert (f"data: {events[0]}\n\n".encode(), events[-1]) == (FINISHED, "[DONE]")
     assert json.loads(events[1])["error"]["code"] == 502
 
 
@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_its_stream_cancels_the_decode(bench: Bench) 
     async def wait(_request: web.Request) -> None:
         await asyncio.Event().wait()
 
-    _, decode = await bench.pair(decode=streams(b"data: 1\n\n", then=wait))
+    _, decode = await bench.pair(decode=streams(FINISHED, then=wait))
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         await response.content.readany()
         response.close()
@@ -284,7 +284,7 @@ def test_events_are_whole_however_a_stream_is_cut(blank: bytes) -> None:
 
         return [event async for event in whole_events(reads())]
 
-    expected = [b"data: 1" + blank, b"data: 2" + blank, b"data: [DONE]"]
+    expected = [FINISHED.rstrip() + blank, b"data: 2" + blank, b"data: [DONE]"]
     stream = b"".join(expected)
     assert asyncio.run(events(stream[:-1])) == expected[:-1], "half an event"
     for cut in range(len(stream) + 1):
@@ -324,8 +324,8 @@ async def test_a_stream_that_ends_without_its_last_event_is_broken(bench: Bench,
 
 @over_bench
 async def test_a_connection_that_breaks_behind_the_last_event_breaks_no_stream(bench: Bench) -> None:
-    await bench.pair(decode=streams(b"data: 1\n\n", DONE_EVENT, then=break_off))
-    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, "data: 1\n\ndata: [DONE]\n\n")
+    await bench.pair(decode=streams(FINISHED, DONE_EVENT, then=break_off))
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, FINISHED.decode() + "data: [DONE]\n\n")
     assert "vllm_pd_proxy_broken_streams_total 0.0" in (await bench.get("/metrics"))[1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info, stall, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, Handler, answers, info, stall, streams
 from vllm_pd_connector.proxy.choice import PromptPrefix
 from vllm_pd_connector.proxy.exchange import end
 from vllm_pd_connector.proxy.instance import InstanceRole
@@ -110,7 +110,7 @@ async def test_a_prefill_that_fails_after_the_first_byte_does_not_end_the_answer
         while bench.router.fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set()).in_flight:
             await asyncio.sleep(0)
 
-    events = [b"data: 1\n\n", b"data: [DONE]\n\n"]
+    events = [FINISHED, b"data: [DONE]\n\n"]
     decode = streams(events[0], then=wait_until_prefill_failed, last=events[1])
     await bench.pair(fail_late, decode, says=(info(), None))
     assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())

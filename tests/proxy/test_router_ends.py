@@ -15,7 +15,7 @@ from aiohttp import web
 from yarl import URL
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, stall, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, Handler, stall, streams
 from vllm_pd_connector.proxy.exchange import told_if_it_failed
 from vllm_pd_connector.proxy.fleet import Fleet
 from vllm_pd_connector.proxy.instance import InstanceRole, InstanceState
@@ -180,7 +180,9 @@ async def test_a_client_that_reads_slowly_does_not_lose_what_decode_has_sent(
     monkeypatch.setattr("vllm_pd_connector.proxy.instance.SILENT_S", 2.0)
     event = b'data: {"choices":[{"text":"%s","finish_reason":null}]}\n\n' % (b"x" * (1 << 20))
     count = 24
-    _, decode = await bench.pair(decode=streams(*[event] * count, last=b"data: [DONE]\n\n"), check_interval=0.05)
+    _, decode = await bench.pair(
+        decode=streams(*[event] * count, FINISHED, last=b"data: [DONE]\n\n"), check_interval=0.05
+    )
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         for site in decode.server.runner.sites:
             await site.stop()
@@ -188,7 +190,7 @@ async def test_a_client_that_reads_slowly_does_not_lose_what_decode_has_sent(
         while bench.router.fleet._instances[instance].deaf < 60:  # for longer than a stream may be silent
             await asyncio.sleep(0.01)
         text = await response.read()
-    assert text.count(b"finish_reason") == count and text.endswith(b"[DONE]\n\n") and b"error" not in text
+    assert text.count(b"finish_reason") == count + 1 and text.endswith(b"[DONE]\n\n") and b"error" not in text
 
 
 @over_bench

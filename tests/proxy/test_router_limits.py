@@ -52,6 +52,11 @@ async def test_a_router_without_a_file_refuses_that_request_and_blames_no_instan
         left = 1000
         assert all(one.state is InstanceState.UP for one in bench.router.fleet._instances.values())
         assert (await bench.ask())[0] == 200
+    left = 0
+    status, said = await bench.get("/v1/models")
+    assert status == 503 and "no connection left to give" in str(said)
+    left = 1000
+    assert all(one.state is InstanceState.UP for one in bench.router.fleet._instances.values())
 
 
 def test_the_command_allows_itself_as_many_files_as_it_may() -> None:

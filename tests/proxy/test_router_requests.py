@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, PARAMS, break_off, info, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, PARAMS, break_off, info, streams
 from vllm_pd_connector.proxy.instance import InstanceRole
 
 TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
@@ -175,7 +175,7 @@ async def test_a_client_that_is_leaving_when_it_is_answered_is_no_error_of_an_in
         return await does(answer, *rest)
 
     monkeypatch.setattr(web.StreamResponse, at, fail)
-    await bench.pair(decode=streams(b"data: 1\n\n", b"data: [DONE]\n\n"))
+    await bench.pair(decode=streams(FINISHED, b"data: [DONE]\n\n"))
     with pytest.raises(aiohttp.ClientError):
         await bench.ask({"prompt": "x", "stream": True})
     _, text = await bench.get("/metrics")

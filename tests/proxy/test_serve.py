@@ -20,7 +20,7 @@ from aiohttp import web
 
 from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import HANDS_OVER, LIMIT, streams
+from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, LIMIT, streams
 from vllm_pd_connector.arguments import base_url
 from vllm_pd_connector.proxy.router import Router
 from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of, run
@@ -188,7 +188,7 @@ async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -
 
     prefill, decode = (
         await bench.instance(HANDS_OVER),
-        await bench.instance(streams(b"data: 1\n\n", then=wait, last=END)),
+        await bench.instance(streams(FINISHED, then=wait, last=END)),
     )
     port = free_port()
     router = await asyncio.create_subprocess_exec(
@@ -202,7 +202,7 @@ async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -
             aiohttp.ClientSession() as client,
             client.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
         ):
-            assert await response.content.readany() == b"data: 1\n\n"
+            assert await response.content.readany() == FINISHED
             router.send_signal(signal.SIGTERM)
             with pytest.raises(aiohttp.ClientConnectionError):
                 while True:

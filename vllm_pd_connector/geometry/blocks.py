@@ -85,6 +85,15 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.first_block + int(np.argmax(present)) if present.any() else self.end
 
 
+def agree(one: BlockTable, other: BlockTable) -> bool:
+    """Whether two tables of a request name the same ids for the logical blocks that both have."""
+    first, end = max(one.begin, other.begin), min(one.end, other.end)
+    if first >= end:
+        return True
+    parts = (t.packed[(first - t.first_block) * _ID_BYTES : (end - t.first_block) * _ID_BYTES] for t in (one, other))
+    return next(parts) == next(parts)
+
+
 BlockTables = Sequence[BlockTable]
 """One table per KV-cache group of a side, in the order of its manifest's groups."""
 

@@ -178,8 +178,16 @@ def _describe_shares(share: TokenShare) -> str:
 
 def _check_tiling(manifests: Sequence[Manifest]) -> None:
     holders: dict[tuple[str, str], list[tuple[tuple[Axis, ...], TokenShare]]] = {}
+    stages: dict[str, int] = {}
     for manifest in manifests:
+        stage = manifest.parallel.pp_rank
         for tensor in manifest.tensors:
+            if (other := stages.setdefault(tensor.layer, stage)) != stage:
+                # vLLM's EAGLE numbers its layer behind those of its own stage: two caches under one name.
+                raise InvalidTopology(
+                    f"pipeline stages {other} and {stage} both have a layer {tensor.layer}: a drafter has the name of "
+                    "another stage's layer; let this instance draft without pipeline stages, or not at all"
+                )
             share = manifest.groups[tensor.group].share
             holders.setdefault((tensor.layer, tensor.role), []).append((tensor.axes, share))
     proven: set[tuple[object, ...]] = set()

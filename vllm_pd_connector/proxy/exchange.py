@@ -37,6 +37,10 @@ PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
 client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+_FINISHED = re.compile(
+    rb'"finish_reason"\s*:\s*"'
+)  # not in what a model wrote: JSON puts a backslash before its quotes
+_MOST_HELD = 64 << 10
 
 
 @dataclass(slots=True)
@@ -234,6 +238,51 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
         raise InstanceRefusal(who, status, content, "application/json")
     check_finished(found, who)
     return error is not None
+
+
+def says_nothing(event: bytes) -> bool:
+    """Whether an event is the opening of a chat or usage alone. vLLM writes the opening before it looks whether the
+    engine's request has failed, at once with what says so."""
+    found = parsed_json(event.strip().removeprefix(b"data:").strip())
+    choices = found.get("choices") if isinstance(found, Mapping) else None
+    return isinstance(choices, list) and all(map(_opens, choices))
+
+
+def _opens(choice: object) -> bool:
+    delta = choice.get("delta") if isinstance(choice, Mapping) and choice.get("finish_reason") is None else None
+    return isinstance(delta, Mapping) and "role" in delta and not any(delta[key] for key in delta if key != "role")
+
+
+class Passage:
+    """What of a decode instance's stream goes to the client, event by event.
+
+    What says nothing yet is held until something does: until then a failure can become a status, and another instance
+    can be asked. Of a request that its engine aborts before the first token vLLM's stream has no more than the opening,
+    usage and the end, and no word of the abort (`serving.py` of both kinds): so an end before a choice has a reason to
+    be finished is no answer.
+    """
+
+    def __init__(self, who: str) -> None:
+        self.ended = self.failed = False  # failed: an error's event has said so, behind others
+        self.who, self._held, self._began, self._finished = who, b"", False, False
+
+    def take(self, event: bytes) -> bytes:
+        """What is to be passed on now; empty if nothing is.
+
+        Raises:
+            InstanceRefusal, Aborted, LegError: as `check_event`.
+            Aborted: the end came too early.
+        """
+        self.failed |= check_event(event, not self._began, self.who)
+        self._finished |= _FINISHED.search(event) is not None
+        self.ended |= is_end(event)
+        if self.ended and not (self._finished or self.failed):
+            raise Aborted(502, f"{self.who} ended its stream before the answer had: it aborts the request; see its log")
+        self._held += event_for_client(event, self.who)
+        if not self._began and len(self._held) < _MOST_HELD and says_nothing(event):
+            return b""
+        passed, self._held, self._began = self._held, b"", True
+        return passed
 
 
 def parsed_json(content: bytes) -> Any:

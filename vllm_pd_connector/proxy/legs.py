@@ -228,6 +228,7 @@ class Legs:
                         502, f"{role} instance {instance.url} ends: nobody listens there, {answered}"
                     ) from error
                 silence = f"{self._limits.read_timeout:g} s"
+                _note_failure(role, instance, 504)
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
             except Aborted as error:
                 instance.answers.aborted(now := time.monotonic())
@@ -243,6 +244,7 @@ class Legs:
                 raise
             except aiohttp.ClientError as error:
                 self._fleet.suspect()
+                _note_failure(role, instance, 502)
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
         raise unreachable(self._fleet, role)
 
@@ -282,8 +284,8 @@ class Legs:
 
 
 def _note_failure(role: InstanceRole, instance: Instance, status: int) -> None:
-    """An instance has answered with this status. 501 is vLLM's for what its model does not do, and tells of the request
-    as those below 500 do."""
+    """An instance has failed with this status, or so that the client gets it. 501 is vLLM's for what its model does
+    not do, and tells of the request as those below 500 do."""
     if status >= 500 and status != 501 and instance.answers.failed(role, time.monotonic()):
         logger.warning("%s instance %s has failed %d times in a row: asked last until it answers", role, instance.url,
                        FAILS)  # fmt: skip

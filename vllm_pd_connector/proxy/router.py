@@ -13,7 +13,6 @@ instances say that they can do with it. There the two find each other by the req
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -28,12 +27,11 @@ from vllm_pd_connector.proxy.commands.introduce import Introductions, begun
 from vllm_pd_connector.proxy.conversations import Conversations, Turn
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
-    check_event,
+    Passage,
     credentials,
     end,
     error_object,
     error_response,
-    event_for_client,
     for_client,
     is_end,
     named,
@@ -47,7 +45,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
-from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait
+from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait, is_our_own
 from vllm_pd_connector.proxy.legs import (
     Headers,
     InstanceRefusal,
@@ -162,11 +160,11 @@ class Router:
             return refuse(request_id, error.status, error.text or error.reason)
         try:
             return await self._hand_off(exchange)
-        except InstanceRefusal as error:
-            logger.warning("request %s: %s", request_id, error)
-            return passed_on(error.status, error.content, error.content_type, request_id)
-        except (LegError, ProtocolError) as error:
-            status = error.status if isinstance(error, LegError) else 502
+        except (InstanceRefusal, LegError, ProtocolError) as error:
+            status = 502 if isinstance(error, ProtocolError) else error.status
+            if exchange.answer is None and isinstance(error, InstanceRefusal):
+                logger.warning("request %s: %s", request_id, error)
+                return passed_on(status, error.content, error.content_type, request_id)
             if exchange.answer is None:
                 return refuse(request_id, status, str(error))
             logger.warning("request %s: after the first byte: %s", request_id, error)
@@ -174,7 +172,7 @@ class Router:
             if not exchange.told:
                 self.metrics.broken_streams.inc()
                 last = f"data: {json.dumps(error_object(status, str(error)))}\n\n{last}"
-            with contextlib.suppress(ConnectionError):
+            async with to_client(request, self._options.limits.read_timeout):
                 await exchange.answer.write(last.encode())
                 await exchange.answer.write_eof()
             return exchange.answer
@@ -333,31 +331,33 @@ class Router:
         self, exchange: Exchange, response: aiohttp.ClientResponse, wait: Wait, name: str
     ) -> web.StreamResponse:
         """Pass events on as they come."""
-        answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
-        answer.content_type = "text/event-stream"
-        who, ended, silence = named(InstanceRole.DECODE, response), False, self._options.limits.read_timeout
+        kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, **kind})
+        passage, silence = Passage(named(InstanceRole.DECODE, response)), self._options.limits.read_timeout
         async for event in whole_events(response.content.iter_any()):
             if not event.startswith(b":"):  # a comment comes whether the engine lives or not
                 wait.heard()
-            if check_event(event, exchange.answer is None, who):
-                logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
+            passed = passage.take(event)
+            if passage.failed and not exchange.told:
+                logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, passage.who, event)
                 self.metrics.broken_streams.inc()
                 exchange.told = True
+            if not passed:
+                continue
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
                 async with to_client(exchange.request, silence):
                     await answer.prepare(exchange.request)
-            ended |= (last := is_end(event))
-            if last and not exchange.told:  # the client may go on with the conversation as soon as it has this
+            if is_end(event) and not exchange.told:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
             with wait.elsewhere():
                 async with to_client(exchange.request, silence):
-                    await answer.write(event_for_client(event, who))
-            if ended:
+                    await answer.write(passed)
+            if passage.ended:
                 wait.over()
-        if not ended:
-            raise LegError(502, f"{who} ended its stream without data: [DONE], so in the midst of its answer")
+        if not passage.ended:
+            raise LegError(502, f"{passage.who} ended its stream without data: [DONE], so in the midst of its answer")
         async with to_client(exchange.request, silence):
             await answer.write_eof()
         return answer
@@ -377,6 +377,8 @@ class Router:
                     require_here(InstanceRole.DECODE, instance, response)
                     return passed_on(response.status, await response.read(), response.content_type)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                if is_our_own(error):
+                    return refuse("-", 503, f"the router has no connection left to give: {error}; see ulimit -n")
                 self.fleet.refused(instance, str(error))
             except (aiohttp.ClientError, TimeoutError, LegError) as error:  # one that is slow still takes requests
                 self.fleet.suspect()
@@ -384,8 +386,7 @@ class Router:
         return refuse("-", 503, f"no decode instance can be reached: {failed}{self.fleet.reasons(InstanceRole.DECODE)}")
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        """200 while at least one instance of each role can be used. Who asks does so all the time: a change is logged,
-        not each answer."""
+        """200 while at least one instance of each role can be used; a change is logged, not each answer."""
         lacking = [role for role in InstanceRole if not self.fleet.usable(role)]
         state = f"no usable {' and no usable '.join(lacking)} instance" if lacking else "every role has an instance"
         if state != self._healthy:

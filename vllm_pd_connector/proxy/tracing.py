@@ -79,7 +79,7 @@ class Traced(Untraced):
             f"POST {path}",
             context=self._headers.extract(known),
             kind=trace.SpanKind.SERVER,
-            attributes={"pd.request": request_id, "url.path": path},
+            attributes={"pd.request": request_id.encode(errors="replace").decode(), "url.path": path},
             start_time=self._began,
         )
         self._below = trace.set_span_in_context(self._span)

@@ -93,7 +93,7 @@ def check_client_body(body: object) -> Body:
     if not isinstance(body, dict):
         raise ProtocolError(f"the request body is {type(body).__name__}; send a JSON object")
     if body.get("n") not in (None, 1):
-        raise ProtocolError(f"n: {body['n']!r}; one cache is handed over per request, send several requests")
+        raise ProtocolError(f"n: {body['n']!r:.80}; one cache is handed over per request, send several requests")
     if body.get("use_beam_search"):
         raise ProtocolError("use_beam_search: beams are several requests to the engine; only one cache is handed over")
     if body.get("kv_transfer_params") is not None:

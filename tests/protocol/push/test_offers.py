@@ -6,9 +6,12 @@ import msgspec
 import pytest
 
 from tests.support.push.table_world import DIGEST, NAME, NONCE, PATIENCE, REQUEST, STOP, TABLES, into
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
+from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import push_messages as pm
+from vllm_pd_connector.protocol.wire.push_messages import PushState
 
 
 def ordered(table: PushTable) -> list[tuple[int, int]]:
@@ -130,3 +133,24 @@ def test_a_rank_that_begins_when_the_prefill_has_failed_another_is_told_so(close
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), (b"w", 0), 3.0)
     orders = [order for _, reply in table.replies.take() if isinstance(reply, pm.Commands) for order in reply.orders]
     assert [o.into.attempt for o in orders if isinstance(o, pm.BeginCommand)] == [into(0).attempt, b"z" * 16]
+
+
+@pytest.mark.parametrize(
+    ("offered", "at_the_end", "compared"),
+    [
+        (BlockTable.of(1, [4, 5, 6]), BlockTable.of(2, [5, 6]), True),
+        (BlockTable.of(0, [4, 5, 6]), BlockTable.of(0, [4, 5]), True),
+        (BlockTable.of(0, [4, 5]), BlockTable.of(0, [4, 5, 6]), True),
+        (BlockTable.of(1, [4, 5, 6]), BlockTable.of(2, [7, 8]), False),
+    ],
+    ids=["a window goes on", "a drafter's block beyond the prompt", "it grows", "preempted"],
+)
+def test_what_was_written_early_is_compared_unless_its_blocks_are_others_now(
+    offered: BlockTable, at_the_end: BlockTable, compared: bool
+) -> None:
+    """Before, nothing of the first two was compared, and nothing said so."""
+    registration = PushRegistration(into(readers=1, compare_s=30.0), state=PushState.DONE)
+    registration.prefill = Prefill(REQUEST, NAME, STOP, DIGEST, 0.0, NONCE)
+    registration.write_from((offered,))
+    registration.write_from((at_the_end,))
+    assert (registration.compared_with() is not None) is compared

@@ -147,4 +147,6 @@ async def break_off(request: web.Request) -> None:
 
 HANDS_OVER = answers({"choices": [{"text": "a"}], "kv_transfer_params": PARAMS})
 DONE = answers({"choices": [{"text": "abc"}]})
+FINISHED = b'data: {"choices": [{"text": "c", "finish_reason": "stop"}]}\n\n'
+"""Without such an event vLLM's streams have not ended well."""
 NOBODY = "http://127.0.0.1:{}"

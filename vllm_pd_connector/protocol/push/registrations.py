@@ -7,6 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.geometry.blocks import agree
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import (
     BeginCommand,
@@ -64,12 +65,13 @@ class PushRegistration:
     mixed: bool = False
 
     def write_from(self, source: tuple[BlockTable, ...]) -> None:
-        """The next command is from these blocks. Tables of full attention only grow, unless the request was preempted;
-        the others are empty before the end. It only matters to a decode side that compares."""
+        """The next command is from these blocks. A table grows; a window lets go of what lies before it, and at the end
+        a drafter of what it had asked for beyond the prompt. Another id for a block that both have is a preemption's.
+        It only matters to a decode side that compares."""
         if not self.into.compare_s:
             return
         for old, now in zip(self.source, source, strict=False):
-            self.mixed |= not now.packed.startswith(old.packed)
+            self.mixed |= not agree(old, now)
         self.source = source
 
     def answer(self) -> Pushed:
