@@ -169,6 +169,10 @@ class SchedulerHalf:
         except ProtocolError as error:
             self.consumer.refuse(request, error)
             drop_other_params(request)
+        except Exception as error:  # vLLM's engine core ends by what is raised here: a defect must cost one request
+            logger.exception("request %s: it cannot be taken", request.request_id)
+            self.consumer.refuse(request, ProtocolError(f"unexpected {type(error).__name__}: {error}"))
+            drop_other_params(request)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
@@ -228,6 +232,11 @@ class SchedulerHalf:
             if kind is Kind.REMOTE_DECODE:
                 self._not_held[NotHeld.WEIGHTS if isinstance(error, OtherWeights) else NotHeld.REFUSED] += 1
             self.producer.abandon(request, str(error))
+            return None
+        except Exception as error:  # as where it arrived
+            logger.exception("request %s: it cannot be handed over", request.request_id)
+            self._not_held[NotHeld.REFUSED] += 1
+            self.producer.abandon(request, f"unexpected {type(error).__name__}: {error}")
             return None
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
