@@ -1,4 +1,4 @@
-"""A defect of ours that one request meets costs that request: vLLM's engine core ends by what is raised where it asks."""
+"""A defect of ours that one request meets costs that request: vLLM's engine core ends by what is raised to it."""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -51,6 +53,24 @@ def test_what_was_read_in_two_releases_is_not_said_of_others(
     )
     assert pages.page_of(pooled, "DEEPSEEK_V4_INDEXER", rocm=False).anywhere is alike
     assert (", vLLM" not in pages.surroundings()) is alike, "on CPUs"
+
+
+def test_on_arm_pages_are_alike_only_between_equal_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether bfloat16 lies in tiles there was chosen by who built vLLM; nothing but its operators tells."""
+    found = []
+    for content in (b"plain", b"tiles", b"plain", None, None):
+        place = tmp_path / str(len(found))
+        place.mkdir()
+        if content is not None:
+            (place / "_C.abi3.so").write_bytes(content)
+        monkeypatch.setattr(vllm, "__path__", [str(place)])
+        pages._build.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(pages, "machine", lambda: "aarch64")
+            found.append(pages.surroundings())
+    pages._build.cache_clear()
+    assert found[0] == found[2] and len(set(found)) == 4
+    assert "build" in found[0] and "build" not in pages.surroundings()
 
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}

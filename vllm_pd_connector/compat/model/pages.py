@@ -14,7 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from platform import machine
+from secrets import token_bytes
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -89,19 +93,36 @@ def surroundings() -> str:
     AMD's 9.5; DeepSeek-V4.1's record has its scales behind all values in 0.32, and behind its own in 0.33. Sizes are
     equal. On the CPU the operators of the releases that were read are the same.
 
-    A variable has AMD's backends shuffle a page's inside, which shows in its shape unless a rank has two heads.
+    A variable has AMD's backends shuffle a page's inside, which shows in its shape unless a rank has two heads. On ARM
+    whoever built vLLM has chosen whether bfloat16 is stored in tiles: there builds must be the same.
 
     Source: vLLM 0.32 and 0.33, `_use_fp8_e4b15` of `triton_turboquant_decode.py`, `is_flydsl_available`, the note on
-    formats in `flashmla_sparse.py`, `AiterFlashAttentionBackend.customize_spec`.
+    formats in `flashmla_sparse.py`, `AiterFlashAttentionBackend.customize_spec`; `ARM_BF16_SUPPORT` of
+    `csrc/cpu/cpu_attn_neon.hpp`.
     """
     import vllm.envs as envs
     from vllm.platforms import current_platform
 
     capability, release = current_platform.get_device_capability(), facts.vllm_release()
     if capability is None:
-        return f"{current_platform.device_name} {machine()}{'' if release in facts.READ else f', vLLM {release}'}"
+        built = f" build {_build()}" if machine() == "aarch64" else ""
+        return (
+            f"{current_platform.device_name} {machine()}{built}{'' if release in facts.READ else f', vLLM {release}'}"
+        )
     shuffled = ", shuffled" if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT else ""
     return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}{shuffled}"
+
+
+@cache
+def _build() -> str:
+    """Which build of vLLM's operators this is, by their files; of one that has none nobody's is the same."""
+    import vllm
+
+    files = sorted(file for place in vllm.__path__ for file in Path(place).glob("_C*.so"))
+    digest = sha256(b"" if files else token_bytes(16))
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def index_scales() -> str:
