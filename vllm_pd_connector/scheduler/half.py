@@ -166,12 +166,12 @@ class SchedulerHalf:
                     self.share.add(request.request_id, request.num_prompt_tokens)
                 case Kind.NONE:
                     pass
-        except ProtocolError as error:
-            self.consumer.refuse(request, error)
-            drop_other_params(request)
         except Exception as error:  # vLLM's engine core ends by what is raised here: a defect must cost one request
-            logger.exception("request %s: it cannot be taken", request.request_id)
-            self.consumer.refuse(request, ProtocolError(f"unexpected {type(error).__name__}: {error}"))
+            reason = error
+            if not isinstance(reason, ProtocolError):
+                logger.exception("request %s: it cannot be taken", request.request_id)
+                reason = ProtocolError(f"unexpected {type(error).__name__}: {error}")
+            self.consumer.refuse(request, reason)
             drop_other_params(request)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
