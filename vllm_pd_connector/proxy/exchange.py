@@ -37,9 +37,8 @@ PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
 client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-_FINISHED = re.compile(
-    rb'"finish_reason"\s*:\s*"'
-)  # not in what a model wrote: JSON puts a backslash before its quotes
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+"""A choice has one. What a model wrote cannot look so: JSON puts a backslash before its quotes."""
 _MOST_HELD = 64 << 10
 
 
