@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, streams
+from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, break_off, streams
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.exchange import Passage, says_nothing
 from vllm_pd_connector.proxy.instance import InstanceRole
@@ -65,6 +65,16 @@ async def test_a_chat_that_fails_at_once_is_a_status_though_its_opening_came_fir
         assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (500, error)
     (instance,) = (one for url, one in bench.router.fleet._instances.items() if url == decode.url)
     assert instance.answers.asked_last(InstanceRole.DECODE, time.monotonic()), "as one that fails everything at once"
+
+
+@over_bench
+async def test_an_instance_that_breaks_off_each_time_is_asked_last(bench: Bench) -> None:
+    """Its health may be good all the same, and answering at once it would draw most requests."""
+    _, decode = await bench.pair(decode=streams(TEXT, then=break_off))
+    for _ in range(3):
+        assert "broke off" in (await bench.ask({"prompt": "x", "stream": True}))[1]
+    (instance,) = (one for url, one in bench.router.fleet._instances.items() if url == decode.url)
+    assert instance.answers.asked_last(InstanceRole.DECODE, time.monotonic())
 
 
 def test_what_says_nothing_is_held_and_comes_with_what_says_something() -> None:

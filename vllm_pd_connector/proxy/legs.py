@@ -185,11 +185,7 @@ class Legs:
 
     @asynccontextmanager
     async def _send(
-        self,
-        role: InstanceRole,
-        request: Sent,
-        prepare: Prepare,
-        on_sent: Callable[[Instance], None] | None,
+        self, role: InstanceRole, request: Sent, prepare: Prepare, on_sent: Callable[[Instance], None] | None
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Wait]]:
         refused: dict[str, str] = {}
         while (instance := self._choose(role, request, set(refused))) is not None:
