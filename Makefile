@@ -145,6 +145,7 @@ bench: setup
 	$(RUN) benchmarks/late_legs.py
 	$(RUN) benchmarks/long_prompts.py
 	$(RUN) benchmarks/long_pushes.py
+	$(RUN) benchmarks/stalls.py
 	$(RUN) benchmarks/rates.py --rates 1 4
 	$(RUN) benchmarks/conversations.py --conversations 8
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json

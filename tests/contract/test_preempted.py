@@ -189,3 +189,14 @@ def test_nobody_fails_while_something_ends_now_and_then(progress: PrefillProgres
     progress.make_way(40 * STUCK_S)
     progress.make_way(50 * STUCK_S)
     assert told.failed_ones == ["a"], "a long time goes by between two looks where somebody computes anew each time"
+
+
+def test_what_was_given_back_meanwhile_may_be_what_it_lacked(progress: PrefillProgress) -> None:
+    told: Any = progress.pushes
+    progress.make_way(0.0)
+    told.failed_ones.append("b")  # its readers have given up
+    progress.let_go()
+    progress.make_way(1.5 * STUCK_S)
+    assert told.failed_ones == ["b"] and told.released == ["b"]
+    progress.make_way(2.5 * STUCK_S)
+    assert told.failed_ones == ["b", "a"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, Handler, answers, info, stall, streams
@@ -113,6 +114,31 @@ async def test_a_prefill_that_fails_after_the_first_byte_does_not_end_the_answer
     events = [FINISHED, b"data: [DONE]\n\n"]
     decode = streams(events[0], then=wait_until_prefill_failed, last=events[1])
     await bench.pair(fail_late, decode, says=(info(), None))
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
+
+
+@over_bench
+async def test_a_prefill_that_fails_while_the_head_is_written_gives_the_client_no_second_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, begins = web.StreamResponse.prepare, asyncio.Event()
+
+    async def fail(_request: web.Request) -> web.StreamResponse:
+        await begins.wait()
+        return web.Response(status=500)
+
+    async def write_late(answer: web.StreamResponse, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        if not isinstance(answer, web.Response) and "X-Request-Id" in answer.headers:  # the router's
+            begins.set()
+            while bench.router.fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set()).in_flight:
+                await asyncio.sleep(0)
+            for _ in range(100):  # whoever waits for the prefill learns it
+                await asyncio.sleep(0)
+        return await writes(answer, request)
+
+    events = [FINISHED, b"data: [DONE]\n\n"]
+    await bench.pair(fail, streams(*events), says=(info(), None))
+    monkeypatch.setattr(web.StreamResponse, "prepare", write_late)
     assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
 
 

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, Instance, answers, info, streams
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, Instance, answers, info, stall, streams
 from vllm_pd_connector.proxy.instance import ASKED_LAST_S, FAILS, Answers, InstanceRole
 
 DECODE, PREFILL = InstanceRole.DECODE, InstanceRole.PREFILL
@@ -43,6 +43,15 @@ async def test_a_decode_instance_that_fails_is_asked_last(
     assert (len(broken.asked), len(other.asked)) == (FAILS, 10 - FAILS)
     assert told.count(200) == 10 - FAILS and all(status >= 500 for status in told if status != 200)
     assert caplog.text.count(f"decode instance {broken.url} has failed {FAILS} times in a row") == 1
+
+
+@over_bench
+async def test_a_decode_instance_that_is_silent_is_asked_last(bench: Bench) -> None:
+    """A client waits for it as long as the router does, each time."""
+    prefill, silent, other = [await bench.instance(handler) for handler in (HANDS_OVER, stall, DONE)]
+    await bench.route([prefill.url], [silent.url, other.url], read_timeout=0.2)
+    told = [(await bench.ask())[0] for _ in range(10)]
+    assert (told.count(504), told.count(200)) == (FAILS, 10 - FAILS) and len(silent.asked) == FAILS
 
 
 @over_bench

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, break_off, streams
@@ -75,6 +78,25 @@ async def test_an_instance_that_breaks_off_each_time_is_asked_last(bench: Bench)
         assert "broke off" in (await bench.ask({"prompt": "x", "stream": True}))[1]
     (instance,) = (one for url, one in bench.router.fleet._instances.items() if url == decode.url)
     assert instance.answers.asked_last(InstanceRole.DECODE, time.monotonic())
+
+
+@over_bench
+async def test_a_client_that_takes_nothing_is_not_waited_for_at_the_end_either(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said of a stream that broke off is the last that it gets, and may find its connection full."""
+    ends = web.StreamResponse.write_eof
+
+    async def never(answer: web.StreamResponse, data: bytes = b"") -> None:
+        if isinstance(answer, web.Response) or "X-Request-Id" not in answer.headers:
+            await ends(answer, data)
+        else:  # the router's
+            await asyncio.Event().wait()
+
+    await bench.pair(decode=streams(TEXT, then=break_off), read_timeout=0.2)
+    monkeypatch.setattr(web.StreamResponse, "write_eof", never)
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await bench.ask({"prompt": "x", "stream": True})
 
 
 def test_what_says_nothing_is_held_and_comes_with_what_says_something() -> None:

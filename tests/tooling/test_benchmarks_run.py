@@ -26,6 +26,7 @@ SHORT = {
         "blocks of 128",
         "blocks of 16, NHD, TP 2 → 1",
     ),
+    "stalls": ("--seconds", "0.2"),
     "long_pushes": ("--tokens", "4096", "--transports", "nixl", "--pairs", "blocks of 128"),
 }
 """Options with which each is over in seconds."""

@@ -142,8 +142,9 @@ class PrefillProgress:
 
     def let_go(self) -> None:
         """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
-        if self.pushes is not None:
-            self._release(self._offered.intersection(self.pushes.take_given_up()))
+        if self.pushes is not None and (given_up := self._offered.intersection(self.pushes.take_given_up())):
+            self._release(given_up)
+            self._stuck_since = inf
 
     def take_back(self) -> None:
         """Give back what was offered and nobody has asked for."""
