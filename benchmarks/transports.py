@@ -44,7 +44,7 @@ from transports_plot import plot, size
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer, Use
 from vllm_pd_connector.transport.registry import create
-from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB = 1 << 10, 1 << 20
@@ -153,7 +153,8 @@ class Pair:
             elapsed = time.monotonic() - began
             assert elapsed < PATIENCE_S, f"{self.name}: a {operation} that does not end"
             if status is not TransferStatus.POSTING:
-                time.sleep(pause(elapsed, runs.total_bytes))
+                moving = status is TransferStatus.MOVING
+                time.sleep(FIRST_S if moving else pause(elapsed, runs.total_bytes))
 
     def _tell(self, order: str, *args: Any) -> bool:
         """What the peer does with its memory, see `done`."""

@@ -189,6 +189,19 @@ def test_no_slice_is_begun_while_the_transport_wants_time_for_the_last(flight, t
     assert not look() and len(transport.given) == 3
 
 
+def test_what_moves_when_it_is_looked_at_is_looked_at_soon(flight, transport):
+    """However old it is and however little was asked for."""
+    look = begin(flight, 2)
+    look()
+    transport.ends[0] = STATUS.MOVING
+    assert not look() and flight.next_look(flight.posted_at + 60.0, draining=False) == [
+        flight.posted_at + 60.0 + FIRST_S
+    ]
+    transport.ends[0] = STATUS.RUNNING
+    look()
+    assert flight.next_look(flight.posted_at + 60.0, draining=False) == [flight.posted_at + 60.0 + LONGEST_OF_OLD_S]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_failed_slice_ends_its_transfer_when_the_others_have_ended(flight, transport, terminal):
     look = begin(flight, SLICES_UNDER_WAY + 1)

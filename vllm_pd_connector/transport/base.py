@@ -51,10 +51,12 @@ class Use:
 
 
 class TransferStatus(Enum):
-    """State of a transfer that has not failed. POSTING is RUNNING where only the time that a call may take kept this
-    thread from giving the library more: poll again soon."""
+    """State of a transfer that has not failed. Two are RUNNING where another look soon is worth its cost. POSTING: only
+    the time that a call may take kept this thread from giving the library more. MOVING: bytes came in this call, and
+    they come in such calls alone."""
 
     POSTING = "posting"
+    MOVING = "moving"
     RUNNING = "running"
     DONE = "done"
 
@@ -163,10 +165,10 @@ def is_met(transport: Transport, endpoint: bytes) -> bool:
 
 
 class Followed(Protocol):
-    """A transfer that is advanced by being polled; `outcome` is set at its end, and `reported` once. `posting`: see
-    `TransferStatus`."""
+    """A transfer that is advanced by being polled: then `status` is what it is while it runs. `outcome` is set at its
+    end, and `reported` once."""
 
-    posting: bool
+    status: TransferStatus
     outcome: TransferStatus | TransferError | None
     reported: bool
 
@@ -204,7 +206,7 @@ def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], Non
     if transfer.outcome is None:
         advance(transfer)
     if transfer.outcome is None:
-        return TransferStatus.POSTING if transfer.posting else TransferStatus.RUNNING
+        return transfer.status
     transfer.reported = True
     if isinstance(transfer.outcome, TransferError):
         raise transfer.outcome

@@ -23,7 +23,7 @@ from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 from vllm_pd_connector.protocol.wire.push_messages import Moved
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
-from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +64,8 @@ class _Slice:
 class _Direct:
     """A direct transfer. `rest` are the slices that were not begun, None when no other will be; of these the next is
     `made` already where that took the rest of a turn; `single`: there is one in all. `posting`: one that was begun
-    wants time of this thread. `failure` is the first reason why it failed; `blamed`: a slice's error was told; `stuck`:
-    one failed and may still write."""
+    wants time of this thread; `moving`: bytes of one came in the last look. `failure` is the first reason why it
+    failed; `blamed`: a slice's error was told; `stuck`: one failed and may still write."""
 
     peer: TransportPeer
     rest: Iterator[Runs] | None
@@ -73,6 +73,7 @@ class _Direct:
     made: Runs | None = None
     running: list[_Slice] = field(default_factory=list)
     posting: bool = False
+    moving: bool = False
     failure: str = ""
     blamed: bool = False
     stuck: bool = False
@@ -184,7 +185,7 @@ class InFlight:
     def _look(self, direct: _Direct, until: float) -> list[TransferError]:
         """Take out the slices that have ended, as far as there is time, the oldest first; what failed of them."""
         errors = []
-        direct.posting = False
+        direct.posting = direct.moving = False
         for number, slice_ in enumerate(list(direct.running)):
             if number and time.monotonic() >= until:
                 break
@@ -198,6 +199,7 @@ class InFlight:
             slice_.looked_at = True
             status = self.transport.poll(slice_.transfer)
             direct.posting |= status is TransferStatus.POSTING
+            direct.moving |= status is TransferStatus.MOVING
             if status is not TransferStatus.DONE:
                 return []
         except Exception as error:
@@ -324,7 +326,8 @@ class InFlight:
             moments.append(now)
         elif self.transfers:
             rarely = min((now - self.moved_at) * _DRAINING_SHARE, POLL_DRAINING_S) if draining else 0.0
-            moments.append(now + max(rarely, pause(now - self.posted_at, self.moved.bytes)))
+            moving = any(direct.moving for direct in self.transfers.values())
+            moments.append(now + max(rarely, FIRST_S if moving else pause(now - self.posted_at, self.moved.bytes)))
         if draining and self.staged:  # nobody says when the stager holds nothing of it any more
             moments.append(now + POLL_DRAINING_S)
         return moments

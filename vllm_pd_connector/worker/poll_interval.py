@@ -13,6 +13,9 @@ fast as all of it would have within its age; so the age is as many intervals as 
 Most transfers of less than a millisecond would be over for half of such an interval before that is seen. So of a young
 transfer, too, the interval is a share of its age, to which the kernel adds what it adds to any sleep (`WAKE_S`). Not to
 sleep at all would show the end of 1 MiB 60 us sooner, and the thread would hold the interpreter meanwhile.
+
+Where the transport says that bytes came in its last call (`TransferStatus.MOVING`), no age is needed: the next look is
+FIRST_S later.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from tests.support.transport.ends import End, runs
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
+from vllm_pd_connector.transport.nixl import window as windows
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions
-from vllm_pd_connector.transport.nixl.window import Window
+from vllm_pd_connector.transport.nixl.window import EMPTY_S, Window
 
 pytestmark = pytest.mark.libraries
 
@@ -109,13 +111,44 @@ def test_what_follows_a_long_look_is_posted_in_the_next_call_and_comes_before_an
         done.clear()
         assert end.transport.poll(transfer) is TransferStatus.POSTING
         assert done == [("look", "post")[call % 2]]
-    peer.window.size = 2 * transfer.runs - 2  # no room
+    peer.window.size = transfer.runs  # no room
     for _ in range(3):
         done.clear()
-        assert end.transport.poll(transfer) is TransferStatus.RUNNING
+        assert end.transport.poll(transfer) is TransferStatus.MOVING
         assert done == ["look"], "nothing is owed where nothing may be posted"
     agent._calls.clear()
     peer.window.size = 256 << 20
     end.finish(transfer)
     length = 2 * SHORT * BYTES
     assert (end.memory[:length].reshape(-1, 2, BYTES)[:, 0] == other.memory[:length].reshape(-1, 2, BYTES)[:, 0]).all()
+
+
+@pytest.mark.parametrize("comes", [0, 1, 3])
+def test_a_batch_is_looked_at_again_while_bytes_come_and_who_asks_is_told(
+    ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch, comes: int
+) -> None:
+    """Over TCP they come in looks alone. One that finds none is the last when none has come for a moment."""
+    clock, took = [1000.0], 10 * EMPTY_S
+    for module in (nixl_transport, windows):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    end, other = ends
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    post, looks = end.transport._posting().library.postXferReq, []
+
+    def look(handle: int) -> Any:
+        looks.append(handle)
+        clock[0] += took if len(looks) <= comes else 0.4 * EMPTY_S
+        return running
+
+    agent = instead(end, getXferStatus=look, postXferReq=lambda *given: (post(*given), running)[1])
+    transfer = end.transport.read(peer, scattered(end, other, 1))
+    assert end.transport.poll(transfer) is (TransferStatus.MOVING if comes else TransferStatus.RUNNING)
+    assert len(looks) == (comes + 3 if comes else 1) and len(set(looks)) == 1
+    looks.clear()
+    comes, took = 100, nixl_transport._CALL_S / 4
+    assert end.transport.poll(transfer) is TransferStatus.MOVING and len(looks) <= 5, "a call is as long as ever"
+    comes = 0
+    assert end.transport.poll(transfer) is TransferStatus.RUNNING
+    agent._calls.clear()
+    monkeypatch.undo()
+    end.finish(transfer)

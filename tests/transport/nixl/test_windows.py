@@ -119,21 +119,50 @@ def test_the_kernel_is_asked_for_a_threads_time_only_for_a_while_after_a_call_th
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_all_of_the_window_is_posted_where_nothing_runs_and_what_is_left_of_it_once_half_has_ended(
+def test_all_of_the_window_is_written_where_nothing_runs_and_what_is_left_of_it_once_half_has_ended(
     monkeypatch: pytest.MonkeyPatch, runs: bool
 ) -> None:
-    """Those that are posted at once end at once: in two posts nothing would run between them, either."""
+    """What posts copy has moved when they return, so only their number counts."""
     clocks = Clocks(monkeypatch)
     window = clocks.window
-    clocks.post(0.0002, 2 * MIB, runs=runs)
+    clocks.post(0.0002, 2 * MIB, runs=runs, writes=True)
     window.looked(window.running, window.begin())
     assert window.room(clocks.clock) == window.size >= 4 * MIB, "what it begins with is not believed for long"
-    clocks.post(0.0, size := window.size, runs=True)
+    clocks.post(0.0, size := window.size, runs=True, writes=True)
     assert window.room(clocks.clock) == 0
     window.looked(size // 4, window.begin())
     assert window.room(clocks.clock) == 0
     window.looked(size // 4, window.begin())
     assert window.room(clocks.clock) == window.size - window.running >= window.size // 2
+
+
+def test_what_looks_read_is_posted_in_parts_of_the_window_so_that_some_runs_when_one_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks = Clocks(monkeypatch)
+    window = clocks.window
+    for _ in range(100):
+        clocks.look(0.001, 10 * MIB)
+    part = window.size // 4
+    for running in range(4):
+        assert window.room(clocks.clock) == part and window.running == running * part
+        clocks.post(0.0, part, runs=True)
+    assert window.room(clocks.clock) == 0 and not window.unmoved
+    window.forget(part)
+    assert window.room(clocks.clock) == part
+    clocks.post(0.00001, 64 * MIB, runs=False)
+    window.forget(3 * part)
+    assert window.room(clocks.clock) == window.size, "where the call that posts copies, it is all"
+
+
+def test_no_part_is_shorter_than_a_descriptor_so_that_the_window_bounds_all_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks = Clocks(monkeypatch)
+    assert clocks.window.room(clocks.clock) == MIB
+    clocks.post(0.0, MIB + (32 << 10), runs=True)
+    clocks.window.size = 2 * MIB
+    assert clocks.window.room(clocks.clock) == 0
 
 
 def test_a_descriptor_may_be_long_where_the_call_that_posts_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +192,7 @@ def test_what_stands_still_does_not_keep_the_peers_others_from_being_posted(monk
     clocks.clock += 0.2
     assert clocks.window.room(clocks.clock) == 2 * MIB
     clocks.window.forget(5 * MIB)
-    assert clocks.window.running == 0 and clocks.window.room(clocks.clock) == 4 * MIB
+    assert clocks.window.running == 0 and clocks.window.room(clocks.clock) == MIB
 
 
 def test_while_nothing_ends_less_and_less_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.worker.poll_interval import FIRST_S, LONGEST_OF_OLD_S
 from vllm_pd_connector.worker.staging import stager as stager_module
 from vllm_pd_connector.worker.staging.stager import Stager
 from vllm_pd_connector.worker.staging.stream import InFlightChunk, Stream
@@ -31,11 +32,20 @@ class Slow:
     def __init__(self, clock: Clock, takes: float) -> None:
         self._clock, self._takes = clock, takes
         self.looked: list[int] = []
+        self.status = TransferStatus.RUNNING
 
     def poll(self, transfer: Any) -> TransferStatus:
         self._clock.now += self._takes
         self.looked.append(transfer.number)
-        return TransferStatus.RUNNING
+        return self.status
+
+
+def reads(stager: Stager, number: int) -> None:
+    """A stream of one chunk, which is being read."""
+    stream = Stream(object(), number, NOTHING, NOTHING, iter(()), made=True)
+    moving: Any = SimpleNamespace(number=number)
+    stream.in_flight.append(InFlightChunk(stream, NOTHING, number, NOTHING, moving))
+    stager._streams.append(stream)
 
 
 @pytest.mark.parametrize(("takes", "looks"), [(1.4, 1), (0.4, 3), (0.01, STREAMS)])
@@ -47,10 +57,7 @@ def test_a_turn_looks_at_as_many_streams_as_it_has_time_for_and_at_the_others_in
     transport = Slow(clock, takes * stager_module.SLICE_S)
     stager = Stager(transport, (), 0)  # type: ignore[arg-type]
     for number in range(STREAMS):
-        stream = Stream(object(), number, NOTHING, NOTHING, iter(()), made=True)
-        moving: Any = SimpleNamespace(number=number)
-        stream.in_flight.append(InFlightChunk(stream, NOTHING, number, NOTHING, moving))
-        stager._streams.append(stream)
+        reads(stager, number)
     turns = []
     while len(turns) < STREAMS:
         before = len(transport.looked)
@@ -59,6 +66,20 @@ def test_a_turn_looks_at_as_many_streams_as_it_has_time_for_and_at_the_others_in
         stager._work = stager_module._Work.CONVERT  # what else there is to do has turns of its own
     assert set(turns) == {looks}
     assert [transport.looked.count(number) for number in range(STREAMS)] == [looks] * STREAMS
+
+
+@pytest.mark.parametrize("soon", [TransferStatus.MOVING, TransferStatus.POSTING])
+def test_what_moves_when_it_is_looked_at_is_looked_at_soon(
+    monkeypatch: pytest.MonkeyPatch, soon: TransferStatus
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stager_module, "time", clock)
+    stager = Stager(transport := Slow(clock, 0.0), (), 0)  # type: ignore[arg-type]
+    reads(stager, 0)
+    clock.now = 60.0  # since it was posted
+    for status, pause in ((soon, FIRST_S), (TransferStatus.RUNNING, LONGEST_OF_OLD_S)):
+        transport.status = status
+        assert stager.poll() == [] and stager.pause() == pause
 
 
 def test_what_instances_hold_is_counted_once_for_all_streams_that_wait() -> None:

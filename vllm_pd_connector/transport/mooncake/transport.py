@@ -107,7 +107,7 @@ class _Transfer:
     next: int = 0
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight_bytes: int = 0
-    posting: bool = False
+    status: TransferStatus = TransferStatus.RUNNING
     failed: str = ""
     failed_at: float = 0.0
     unsettled: bool = False
@@ -279,7 +279,7 @@ class MooncakeTransport:
         """Look at what was submitted, submit more for a short while, and set the outcome at the end."""
         peer = transfer.peer
         self._look(transfer)
-        transfer.posting = False
+        transfer.status = TransferStatus.RUNNING
         if not transfer.failed and not peer.leaving and self._is_open(peer):
             self._submit(transfer)
         if transfer.in_flight:
@@ -324,7 +324,8 @@ class MooncakeTransport:
         until = time.monotonic() + _SUBMIT_S
         for at in range(transfer.next, min(transfer.next + room, len(transfer.length))):
             if transfer.in_flight_bytes >= options.in_flight_bytes or time.monotonic() >= until:
-                transfer.posting = transfer.in_flight_bytes < options.in_flight_bytes
+                if transfer.in_flight_bytes < options.in_flight_bytes:
+                    transfer.status = TransferStatus.POSTING
                 return
             length = transfer.length[at]
             batch = self._engine.batch_transfer_async(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.errors import PeerLost
+from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl.window import Window
 
 if TYPE_CHECKING:
     from vllm_pd_connector.errors import TransferError
-    from vllm_pd_connector.transport.base import TransferStatus
     from vllm_pd_connector.transport.nixl.agents import Agent
     from vllm_pd_connector.transport.ranges import Batches, Ranges
 
@@ -32,10 +33,9 @@ class NixlPeer:
 @dataclass(eq=False, slots=True)
 class NixlTransfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
-    descriptors it is. `few`: untimed, so that the window learns nothing of it. `posting`: some of it was posted in the
-    last call, and there is more, or a post is `owed`, to be done before another look. `outcome` is set at the end.
-    `settled_at`: when nothing is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled
-    `settling` times until then; 0.0 while it is not.
+    descriptors it is. `few`: untimed, so that the window learns nothing of it. `status` and `outcome`: see
+    `base.Followed`. `owed`: a post that is to be done before another look. `settled_at`: when nothing is read any more,
+    or sent by UCX, of a transfer whose peer is lost, if it is polled `settling` times until then; 0.0 while it is not.
     """
 
     peer: NixlPeer
@@ -44,7 +44,7 @@ class NixlTransfer:
     descriptors: int
     few: bool = False
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    posting: bool = False
+    status: TransferStatus = TransferStatus.RUNNING
     owed: bool = False
     failure: TransferError | None = None
     settled_at: float = 0.0
@@ -60,6 +60,14 @@ class NixlTransfer:
     def runs(self) -> int:
         """What the batches that run cost."""
         return sum(cost for cost, _ in self.posted.values())
+
+    def fail(self, error: TransferError) -> None:
+        """Keep the failure of a batch, the worst if there are several: one of unknown extent, then a lost peer."""
+        if isinstance(error, PeerLost):
+            self.peer.agent.lost.add(self.peer.name)
+        before = self.failure
+        if before is None or not error.terminal or (before.terminal and isinstance(error, PeerLost)):
+            self.failure = error
 
 
 class Ended:

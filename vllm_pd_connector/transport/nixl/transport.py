@@ -43,7 +43,7 @@ from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation,
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
-from vllm_pd_connector.transport.nixl.window import LEAST
+from vllm_pd_connector.transport.nixl.window import EMPTY_S, LEAST
 from vllm_pd_connector.transport.ranges import Ranges, batches, cut, few
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class NixlTransport:
         window.posted(cost, began, runs=True, writes=not reads)
         transfer.posted[handle] = cost, rows.shape[1]
         if failure is not None:  # some of it may be posted: who asked is told with the next look
-            self._failed(transfer, failure)
+            transfer.fail(failure)
             self._conclude(transfer)
         return transfer
 
@@ -243,7 +243,7 @@ class NixlTransport:
         try:
             self._advance(transfer)
         except Exception as error:
-            self._failed(transfer, unexpected(error, peer.name))
+            transfer.fail(unexpected(error, peer.name))
         return transfer
 
     def _advance(self, transfer: NixlTransfer) -> None:
@@ -252,22 +252,21 @@ class NixlTransport:
         peer = transfer.peer
         if transfer.settled_at:
             return self._settle(transfer)
-        now = time.monotonic()
-        until = now + _CALL_S
-        transfer.posting = False
-        owed, transfer.owed, posted = transfer.owed, False, False
-        if transfer.posted and not owed:
-            self._look(transfer, until)
+        until = (now := time.monotonic()) + _CALL_S
+        owed, transfer.owed, posting, posted = transfer.owed, False, False, False
+        moved = bool(transfer.posted) and not owed and self._look(transfer, until)
+        transfer.status = TransferStatus.MOVING if moved else TransferStatus.RUNNING
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
         while transfer.waiting and transfer.failure is None and (room := peer.window.room(now)):
-            transfer.posting = True
+            posting = True
             if (now := time.monotonic()) >= until and (posted or not owed):
                 transfer.owed = not posted
                 break
             self._post(transfer, room)
             posted = True
-        transfer.posting &= bool(transfer.waiting)
+        if posting and transfer.waiting:
+            transfer.status = TransferStatus.POSTING
         self._conclude(transfer)
 
     def _conclude(self, transfer: NixlTransfer) -> None:
@@ -275,7 +274,7 @@ class NixlTransport:
         failure = transfer.failure
         if failure is not None:
             transfer.waiting.clear()
-            transfer.posting = False
+            transfer.status = TransferStatus.RUNNING
             if not failure.terminal:
                 transfer.outcome = failure
                 transfer.peer.window.forget(transfer.runs)
@@ -306,18 +305,26 @@ class NixlTransport:
             assert transfer.failure is not None
             self._end(transfer, transfer.failure if transfer.reads else may_arrive(transfer.failure))
 
-    def _look(self, transfer: NixlTransfer, until: float) -> None:
-        """Take out the batches that have ended, as far as there is time: they end in about the order of their posts, so
-        none is looked at behind one that runs on, for each of whose descriptors the library polls."""
-        ended, began = 0, transfer.peer.window.begin()
-        while (handle := next(iter(transfer.posted), None)) is not None and not self._runs_on(transfer, handle):
-            ended += transfer.posted.pop(handle)[0]
-            if time.monotonic() >= until:
+    def _look(self, transfer: NixlTransfer, until: float) -> bool:
+        """Take out the batches that have ended, as far as there is time; whether bytes came. They end in about the
+        order of their posts, so none is looked at behind one that runs on, for each of whose descriptors the library
+        polls. That one is looked at until nothing has come for a moment: a peer stops whose bytes nobody takes."""
+        window, ended, came, began = transfer.peer.window, 0, 0.0, transfer.peer.window.begin()
+        now = began[0]
+        while (handle := next(iter(transfer.posted), None)) is not None:
+            runs_on, before, now = self._runs_on(transfer, handle), now, time.monotonic()
+            came = now if now - before > EMPTY_S else came
+            if not runs_on:
+                ended += transfer.posted.pop(handle)[0]
+            elif now - came > EMPTY_S or transfer.failure is not None:
+                break
+            if now >= until:
                 break
         if transfer.few:
-            transfer.peer.window.forget(ended)
+            window.forget(ended)
         else:
-            transfer.peer.window.looked(ended, began)
+            window.looked(ended, began)
+        return came > 0.0
 
     def _runs_on(self, transfer: NixlTransfer, handle: int) -> bool:
         """Whether a posted batch may move bytes; given back when it arrived, for one part's failure says little."""
@@ -327,7 +334,7 @@ class NixlTransport:
             if transfer.peer.agent.library.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
                 return True
         except self._errors as error:
-            self._failed(transfer, ours(error, f"transfer with agent {transfer.peer.name}", started=True))
+            transfer.fail(ours(error, f"transfer with agent {transfer.peer.name}", started=True))
             return True
         self._release(transfer.peer, handle)
         return False
@@ -350,26 +357,18 @@ class NixlTransport:
         except self._errors as error:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
-            return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
+            return transfer.fail(ours(error, f"preparing a transfer with agent {name}", started=gone))
         began = peer.window.begin()
         try:
             runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
-            self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
+            transfer.fail(ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
         peer.window.posted(cost, began, runs=runs, writes=not transfer.reads)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
         else:
             self._release(peer, handle)
-
-    def _failed(self, transfer: NixlTransfer, error: TransferError) -> None:
-        """Keep the failure of a batch, the worst if there are several: one of unknown extent, then a lost peer."""
-        if isinstance(error, PeerLost):
-            transfer.peer.agent.lost.add(transfer.peer.name)
-        before = transfer.failure
-        if before is None or not error.terminal or (before.terminal and isinstance(error, PeerLost)):
-            transfer.failure = error
 
     def _release(self, peer: NixlPeer, handle: int) -> None:
         """Give a terminal handle back. A refusal leaves it to `close`; the transfer has ended all the same."""

@@ -26,8 +26,12 @@ _MOST_DESCRIPTORS = 256, 128
 write is copied, too, as far as the peer has room."""
 
 _RUN_S, _WRITTEN_S = 0.0035, 0.0025
-_EMPTY_S = 0.00003
-"""A look that finds nothing takes so long, and says nothing of what copying takes."""
+EMPTY_S = 0.00003
+"""A look that finds nothing takes so long at most, and says nothing of what copying takes."""
+
+_PARTS = 4
+"""A window of reads that looks copy is posted in so many batches: one that is all of it ends before the next is posted,
+and meanwhile the peer has nothing to send. What posts copy has moved when they return."""
 
 _REMEMBERED = 32 << 20
 """When so much has ended, what was seen counts half from then on."""
@@ -70,17 +74,23 @@ class Window:
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
         from being posted: its peer may be well, or it may never end."""
-        half = self.size // 2
-        if self.running <= half:
-            return self.size - self.running
-        return half if now - self.moved_at > _STILL_S * 2**self.unmoved else 0
+        if room := self._free():
+            return room
+        return self.size // 2 if now - self.moved_at > _STILL_S * 2**self.unmoved else 0
+
+    def _free(self) -> int:
+        free = self.size - self.running
+        if self.inline or self.writes:
+            return free if 2 * free >= self.size else 0
+        part = max(self.size // _PARTS, self.longest)
+        return part if free >= part else 0
 
     def posted(self, cost: int, began: Began | None, *, runs: bool, writes: bool) -> None:
         """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
         it does not run on."""
+        stands = not self._free()
         self.inline, self.writes = not runs, self.writes or writes
         if runs:
-            stands = self.running > self.size // 2
             if stands or not self.running:
                 self.moved_at = time.monotonic()
                 self.unmoved += stands
@@ -122,8 +132,8 @@ class Window:
             self.ended, self.spent = ended, took  # what was seen before is not so any more
         else:
             self.ended += ended
-            if took > _EMPTY_S:
-                self.spent += took - _EMPTY_S
+            if took > EMPTY_S:
+                self.spent += took - EMPTY_S
             if self.ended > _REMEMBERED:
                 self.ended, self.spent = self.ended / 2, self.spent / 2
         most = MOST * self.spent  # no division by what is next to nothing

@@ -31,7 +31,7 @@ from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
-from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 from vllm_pd_connector.worker.staging.buffer import ALIGNMENT, StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import copier_for
 from vllm_pd_connector.worker.staging.stream import InFlightChunk, Stream
@@ -88,6 +88,7 @@ class Stager:
         self._orphans: list[InFlightChunk] = []
         self._stuck: list[InFlightChunk] = []
         self._work, self._posted, self._posted_at = _Work.CONVERT, False, 0.0
+        self._moving = False  # as far as the last look at what runs tells
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -108,7 +109,8 @@ class Stager:
         if any(self._being_copied()):
             return POLL_DEVICE_S
         if self._streams:
-            return pause(time.monotonic() - self._posted_at, CHUNKS_UNDER_WAY * self.chunk_bytes)
+            age, chunks = time.monotonic() - self._posted_at, CHUNKS_UNDER_WAY * self.chunk_bytes
+            return FIRST_S if self._moving else pause(age, chunks)
         return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck else None
 
     def start(
@@ -134,6 +136,7 @@ class Stager:
         if not (self._streams or self._orphans or self._stuck):
             self._work, self._posted = _Work.CONVERT, False  # what was given up may have left a round
             return []
+        self._moving = False
         ended: list[tuple[Stream, TransferError | None]] = list(self._poll_orphans())
         self._bury(time.monotonic())
         failed: dict[Stream, TransferError] = {}
@@ -276,7 +279,9 @@ class Stager:
     def _is_over(self, flight: InFlightChunk) -> bool:
         assert flight.transfer is not None
         try:
-            return self._transport.poll(flight.transfer) is TransferStatus.DONE
+            status = self._transport.poll(flight.transfer)
+            self._moving |= status in (TransferStatus.MOVING, TransferStatus.POSTING)
+            return status is TransferStatus.DONE
         except TransferError:
             raise
         except Exception as error:
