@@ -14,13 +14,13 @@ bytes and no faster is the ratio of the time for a byte to the shortest prompt's
 binding.
 
 `turns` has the first contact (the longest turn of the receive that makes the link), the longest piece of a binding, and
-the longest turn, in which nothing else is begun, ended or answered: the median of the receives and the
-longest of all, and how many of all receives' turns were over the goal. These are processor time, with what a
-hypervisor took meanwhile; `wall` is time on the clock, in which the thread may wait for a core or for
-the interpreter. Meanwhile the process's first thread launches steps, a stand-in of a worker's that decodes other
-requests: OPERATORS small operators one after the other, every STEP_PAUSE_S. Of these the time alone and beside the
-receive, its factor, and what of it is no waiting for a core (`ready`): here three busy threads share two, where one is
-left over only waiting for the interpreter counts.
+the longest turn, in which nothing else is begun, ended or answered: the median of the receives and the longest of all,
+how many of all receives' turns were over the goal, and in how many of these the thread met pages that were new to its
+process. These are processor time, with what a hypervisor took meanwhile; `wall` is time on the clock, in which the
+thread may wait for a core or for the interpreter. Meanwhile the process's first thread launches steps, a stand-in of a
+worker's that decodes other requests: OPERATORS small operators one after the other, every STEP_PAUSE_S. Of these the
+time alone and beside the receive, its factor, and what of it is no waiting for a core (`ready`): here three busy
+threads share two, where one is left over only waiting for the interpreter counts.
 
 The model has LAYERS layers of CHANNELS channels in 16 bits: in one KV head, as a rank of a tensor-parallel instance
 has, or, where two workers are read from and where the order of heads and tokens counts, in two. That is 1 KiB a token.

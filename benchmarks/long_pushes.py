@@ -7,8 +7,9 @@ own. Blocks do not follow each other on either side. After each push the bytes t
 their places is what the tests ask, and `late_legs` of every block.
 
 Turns are those of the transfer thread that writes: the longest turn of the push that makes the link (`contact_ms`),
-the median of the others' longest and the longest of all, of its processor time; how many were over the goal. `ms` is
-from the decode leg to the end of the receive, `thread_ms` the processor time of that thread.
+the median of the others' longest and the longest of all, of its processor time; how many were over the goal, and in how
+many of these the thread met pages that were new to its process (`Turns`). `ms` is from the decode leg to the end of the
+receive, `thread_ms` the processor time of that thread.
 
     python benchmarks/long_pushes.py [--tokens 32768 …] [--transports nixl mooncake] [--json results.json]
 """
@@ -184,12 +185,13 @@ def measure(name: str, tokens: int, transport: str) -> dict[str, Any]:
         took: list[float] = []
         longest: list[float] = []
         worked: list[float] = []
-        turns = over = 0
+        turns = over = over_new = 0
         while len(took) < LEAST_ROUNDS or (sum(took) < ROUNDS_S and len(took) < MOST_ROUNDS):
             took.append(push(prefill, pipe, len(took) + 1))
             longest.append(prefill.turns.longest)
             worked.append(prefill.turns.in_all)
             turns, over = turns + prefill.turns.count, over + prefill.turns.over
+            over_new += prefill.turns.over_new
         pipe.send(None)
         process.join(10.0)
     finally:
@@ -209,6 +211,7 @@ def measure(name: str, tokens: int, transport: str) -> dict[str, Any]:
         "goal_ms": TURN_GOAL_MS,
         "turns": turns,
         "over_goal": over,
+        "of_these_new_pages": over_new,
     }
 
 
