@@ -10,8 +10,7 @@ thread in which that happens is as much longer, whatever it does. So turns above
 often this happens in as much time of a thread. `stalls` are those of STALL_MS and more.
 
 `new_ms` is what 2 MiB of memory take that are written for the first time, the median: where a hypervisor gives a
-guest's memory only when it is touched, and takes back what is free, that is milliseconds, also for what the kernel
-takes for a socket.
+guest's memory only when it is touched, and takes back what is free, that is milliseconds.
 """
 
 from __future__ import annotations
