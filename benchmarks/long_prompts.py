@@ -13,14 +13,15 @@ before the first of these receives: the caches and the staging buffer were touch
 bytes and no faster is the ratio of the time for a byte to the shortest prompt's: of the thread, of `ms` and of the
 binding.
 
-`turns` has the first contact (the longest turn of the receive that makes the link), the longest piece of a binding, and
-the longest turn, in which nothing else is begun, ended or answered: the median of the receives and the longest of all,
-how many of all receives' turns were over the goal, and in how many of these the thread met pages that were new to its
-process. These are processor time, with what a hypervisor took meanwhile; `wall` is time on the clock, in which the
-thread may wait for a core or for the interpreter. Meanwhile the process's first thread launches steps, a stand-in of a
-worker's that decodes other requests: OPERATORS small operators one after the other, every STEP_PAUSE_S. Of these the
-time alone and beside the receive, its factor, and what of it is no waiting for a core (`ready`): here three busy
-threads share two, where one is left over only waiting for the interpreter counts.
+`turns` has the first contact (the longest turn of the receive that makes the link), the longest piece of a binding,
+and the longest turn, in which nothing else is begun, ended or answered: the median of the receives and the longest of
+all, how many of all receives' turns were over the goal, and in how many of these another process, which only copies
+within its own memory, was slowed at that moment, too (`witness`). These are processor time, with what a hypervisor
+took meanwhile; `wall` is time on the clock, in which the thread may wait for a core or for the interpreter. Meanwhile
+the process's first thread launches steps, a stand-in of a worker's that decodes other requests: OPERATORS small
+operators one after the other, every STEP_PAUSE_S. Of these the time alone and beside the receive, its factor, and what
+of it is no waiting for a core (`ready`): here three busy threads share two, where one is left over only waiting for
+the interpreter counts.
 
 The model has LAYERS layers of CHANNELS channels in 16 bits: in one KV head, as a rank of a tensor-parallel instance
 has, or, where two workers are read from and where the order of heads and tokens counts, in two. That is 1 KiB a token.
@@ -32,6 +33,7 @@ Its runs are shorter than those of most models, and so more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -55,6 +57,7 @@ from benchmarks.long_pairs import (  # noqa: E402
 )
 from benchmarks.long_receive import measure  # noqa: E402
 from benchmarks.report import write  # noqa: E402
+from benchmarks.witness import Witness  # noqa: E402
 
 TOKENS = (32_768, 131_072, 524_288)
 RATIOS = {"thread_ms": "per_byte_ratio", "ms": "ms_per_byte_ratio", "bind_ms": "bind_per_byte_ratio"}
@@ -65,8 +68,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 Rows = tuple[dict[str, Any], dict[str, Any]]
 
 
-def receive(pair: str, tokens: int, transport: str) -> Rows:
+def receive(pair: str, tokens: int, transport: str, witness: Witness) -> Rows:
     """A row of both tables, from two processes that end with it."""
+    witness.saw(())
     pipe, theirs = CONTEXT.Pipe()
     source = CONTEXT.Process(target=prefill, args=(theirs, pair, tokens, transport, TRANSPORTS[transport]), daemon=True)
     source.start()
@@ -77,14 +81,15 @@ def receive(pair: str, tokens: int, transport: str) -> Rows:
         decode = CONTEXT.Process(target=tell, args=(ours, pair, tokens, transport, place), daemon=True)
         decode.start()
         ours.close()
-        rows: Rows = answer(results, decode)
+        row, turns = answer(results, decode)
+        turns = witness.judged(turns)
         decode.join(10.0)
         decode.kill()
     finally:
         pipe.close()
         source.join(10.0)
         source.kill()
-    return rows
+    return row, turns
 
 
 def answer(pipe: Connection, process: Any) -> Any:
@@ -102,11 +107,11 @@ def tell(pipe: Connection, pair: str, tokens: int, transport: str, place: Place)
     pipe.send(measure(pair, tokens, transport, place))
 
 
-def series(pair: str, lengths: Sequence[int], transport: str) -> Iterator[Rows]:
+def series(pair: str, lengths: Sequence[int], transport: str, witness: Witness) -> Iterator[Rows]:
     """The rows of a pair, from the shortest prompt on, with the ratios to it."""
     shortest: dict[str, Any] = {}
     for tokens in sorted(lengths):
-        row, turns = receive(pair, tokens, transport)
+        row, turns = receive(pair, tokens, transport, witness)
         shortest = shortest or row
         for time, ratio in RATIOS.items():
             row[ratio] = round(row[time] / row["MiB"] / (shortest[time] / shortest["MiB"]), 2)
@@ -126,12 +131,14 @@ def main() -> None:
     CONTEXT.set_forkserver_preload(["benchmarks.long_receive"])
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, (os.environ.get("PYTHONPATH"),))))
     found: list[Rows] = []
-    for transport in options.transports:
-        every = PAIRS if transport == next(iter(TRANSPORTS)) else ON_EVERY_TRANSPORT
-        for pair in options.pairs or every:
-            found += series(pair, options.tokens, transport)
+    with contextlib.closing(Witness()) as witness:
+        for transport in options.transports:
+            every = PAIRS if transport == next(iter(TRANSPORTS)) else ON_EVERY_TRANSPORT
+            for pair in options.pairs or every:
+                found += series(pair, options.tokens, transport, witness)
     rows, turns = (list(table) for table in zip(*found, strict=True))
-    write(options.json, {"layers": LAYERS, "channels": CHANNELS, "rows": rows, "turns": turns})
+    about = {"layers": LAYERS, "channels": CHANNELS, "witness_slow": witness.slow}
+    write(options.json, about | {"rows": rows, "turns": turns})
 
 
 if __name__ == "__main__":

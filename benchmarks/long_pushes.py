@@ -8,8 +8,8 @@ their places is what the tests ask, and `late_legs` of every block.
 
 Turns are those of the transfer thread that writes: the longest turn of the push that makes the link (`contact_ms`),
 the median of the others' longest and the longest of all, of its processor time; how many were over the goal, and in how
-many of these the thread met pages that were new to its process (`Turns`). `ms` is from the decode leg to the end of the
-receive, `thread_ms` the processor time of that thread.
+many of these another process, which only copies within its own memory, was slowed at that moment, too (`witness`).
+`ms` is from the decode leg to the end of the receive, `thread_ms` the processor time of that thread.
 
     python benchmarks/long_pushes.py [--tokens 32768 …] [--transports nixl mooncake] [--json results.json]
 """
@@ -17,6 +17,7 @@ receive, `thread_ms` the processor time of that thread.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -51,6 +52,7 @@ from benchmarks.long_pairs import (  # noqa: E402
 from benchmarks.long_receive import LEAST_ROUNDS, ROUNDS_S, TURN_GOAL_MS, Turns  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 from benchmarks.step import connector, free_port, request, scheduled  # noqa: E402
+from benchmarks.witness import Moment, Witness  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
 from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402
 from vllm_pd_connector.config import Config  # noqa: E402
@@ -170,7 +172,8 @@ def push(prefill: Prefill, pipe: Connection, number: int) -> float:
 
 
 def measure(name: str, tokens: int, transport: str) -> dict[str, Any]:
-    """A row: pushes over a link that was made by the first."""
+    """A row, of pushes over a link that was made by the first; `over_goal` are the moments at which a turn was longer
+    than the goal."""
     prefill = Prefill(name, tokens, transport)
     pipe, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=decode, args=(theirs, name, tokens, transport, prefill.port), daemon=True)
@@ -185,13 +188,12 @@ def measure(name: str, tokens: int, transport: str) -> dict[str, Any]:
         took: list[float] = []
         longest: list[float] = []
         worked: list[float] = []
-        turns = over = over_new = 0
+        turns, over = 0, list[Moment]()
         while len(took) < LEAST_ROUNDS or (sum(took) < ROUNDS_S and len(took) < MOST_ROUNDS):
             took.append(push(prefill, pipe, len(took) + 1))
             longest.append(prefill.turns.longest)
             worked.append(prefill.turns.in_all)
             turns, over = turns + prefill.turns.count, over + prefill.turns.over
-            over_new += prefill.turns.over_new
         pipe.send(None)
         process.join(10.0)
     finally:
@@ -211,13 +213,26 @@ def measure(name: str, tokens: int, transport: str) -> dict[str, Any]:
         "goal_ms": TURN_GOAL_MS,
         "turns": turns,
         "over_goal": over,
-        "of_these_new_pages": over_new,
     }
 
 
 def tell(pipe: Connection, name: str, tokens: int, transport: str) -> None:
     """Main of the process that prefills; not a daemon, since it starts the one that decodes."""
     pipe.send(measure(name, tokens, transport))
+
+
+def row_of(name: str, tokens: int, transport: str, witness: Witness) -> dict[str, Any]:
+    """A row, from processes that end with it."""
+    witness.saw(())
+    pipe, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=tell, args=(theirs, name, tokens, transport))
+    process.start()
+    theirs.close()
+    row = witness.judged(pipe.recv())
+    process.join(10.0)
+    process.kill()
+    print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
 
 
 def main() -> None:
@@ -229,19 +244,14 @@ def main() -> None:
     options = parser.parse_args()
     CONTEXT.set_forkserver_preload(["benchmarks.long_receive"])
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, (os.environ.get("PYTHONPATH"),))))
-    rows = []
-    for transport in options.transports:
-        for name in options.pairs:
-            for tokens in options.tokens:
-                pipe, theirs = CONTEXT.Pipe(duplex=False)
-                process = CONTEXT.Process(target=tell, args=(theirs, name, tokens, transport))
-                process.start()
-                theirs.close()
-                rows.append(pipe.recv())
-                process.join(10.0)
-                process.kill()
-                print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    write(options.json, {"rows": rows})
+    with contextlib.closing(Witness()) as witness:
+        rows = [
+            row_of(name, tokens, transport, witness)
+            for transport in options.transports
+            for name in options.pairs
+            for tokens in options.tokens
+        ]
+    write(options.json, {"witness_slow": witness.slow, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from benchmarks.long_pairs import (
     make_memory,
     scattered,
 )
+from benchmarks.witness import Moment
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
@@ -50,8 +50,7 @@ COPIES = 5
 
 class Turns:
     """Times the turns of a loop's thread, in seconds: of its processor time, and of the clock for the longest. Counts
-    them, those that are longer than the goal, and of these those in which the thread met a page of memory that its
-    process did not have: a hypervisor may give it only then."""
+    them, and keeps when those were that are longer than the goal."""
 
     def __init__(self, loop: TransferLoop) -> None:
         self._turn = loop._turn
@@ -61,23 +60,19 @@ class Turns:
     def begin(self) -> None:
         """Forget what was."""
         self.longest = self.longest_wall = self.in_all = 0.0
-        self.count = self.over = self.over_new = 0
+        self.count = 0
+        self.over: list[Moment] = []
 
     def _timed(self, now: float) -> None:
-        faults = page_faults()
-        began, at = time.thread_time(), time.perf_counter()
+        began, at = time.thread_time(), time.monotonic()
         self._turn(now)
-        took, wall = time.thread_time() - began, time.perf_counter() - at
+        took, ended = time.thread_time() - began, time.monotonic()
+        wall = ended - at
         self.longest, self.longest_wall = max(self.longest, took), max(self.longest_wall, wall)
         self.in_all += took
         self.count += 1
         if took > TURN_GOAL_MS / 1e3:
-            self.over, self.over_new = self.over + 1, self.over_new + (page_faults() > faults)
-
-
-def page_faults() -> int:
-    """How often this thread met a page that its process did not have."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            self.over.append((at, ended))
 
 
 class Binding:
@@ -235,26 +230,27 @@ class Round(NamedTuple):
     bound: float
     call: float
     turns: int
-    over: int
-    over_new: int
 
 
-def rounds(decode: Decode, asked: Iterable[ReceiveRequest]) -> tuple[list[Round], Mapping[str, Any]]:
-    """As many of these receives as are wanted, and what was counted of the last."""
-    turns, binding, made = decode.turns, decode.binding, []
+def rounds(decode: Decode, asked: Iterable[ReceiveRequest]) -> tuple[list[Round], list[Moment], Mapping[str, Any]]:
+    """As many of these receives as are wanted, when their turns were longer than the goal, and what was counted of the
+    last."""
+    turns, binding, made, over = decode.turns, decode.binding, [], []
     for request in asked:
         began = time.perf_counter()
         counted = decode.receive(request)
         took = time.perf_counter() - began
         of_thread = turns.in_all, turns.longest, turns.longest_wall, binding.in_all, binding.call
-        made.append(Round(*(1e3 * seconds for seconds in (took, *of_thread)), turns.count, turns.over, turns.over_new))
+        made.append(Round(*(1e3 * seconds for seconds in (took, *of_thread)), turns.count))
+        over += turns.over
         if enough([one.took / 1e3 for one in made]):
             break
-    return made, counted
+    return made, over, counted
 
 
 def measure(name: str, tokens: int, transport: str, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The receives of a prompt over a link that was made before: what one costs, and how the thread's turns are."""
+    """The receives of a prompt over a link that was made before: what one costs, and how the thread's turns are, with
+    the moments (`over_goal`) at which one was longer than the goal."""
     gc.collect()
     gc.freeze()  # as vLLM's workers do when they have started
     decode = Decode(name, tokens, transport, place)
@@ -267,7 +263,7 @@ def measure(name: str, tokens: int, transport: str, place: Place) -> tuple[dict[
         decode.staged.most = 0
         forget_peak()
         before = resident_bytes("VmRSS")
-        made, counted = rounds(decode, asked)
+        made, over, counted = rounds(decode, asked)
         grown = max(resident_bytes("VmHWM") - before, 0)
         assert np.count_nonzero(decode.memory == FILLED) >= tokens * BYTES_PER_TOKEN, "not all of it arrived"
         copied = copy_s(decode.memory, tokens * BYTES_PER_TOKEN)
@@ -296,8 +292,7 @@ def measure(name: str, tokens: int, transport: str, place: Place) -> tuple[dict[
         "longest_of_all_ms": round(max(one.longest for one in made), 2),
         "goal_ms": TURN_GOAL_MS,
         "turns": sum(one.turns for one in made),
-        "over_goal": sum(one.over for one in made),
-        "of_these_new_pages": sum(one.over_new for one in made),
+        "over_goal": over,
         "longest_turn_wall_ms": round(median.longest_wall, 2),
     }
     return row, turn | beside(decode.steps, alone)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import tables
+from benchmarks.witness import NEAR_S, together
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,3 +46,10 @@ def test_a_benchmark_runs_and_writes_its_rows(name: str, tmp_path: Path) -> None
     assert found and all(rows for rows in found)
     figures = [row[key] for rows in found for row in rows for key in row if "_us" in key or "_ms" in key]
     assert figures and all(value is None or value >= 0 for value in figures)
+
+
+def test_a_turn_counts_as_the_machines_only_where_the_witness_was_slow_at_that_moment() -> None:
+    slow = [(10.0, 10.02), (20.0, 20.001)]
+    near, far = 20.001 + NEAR_S / 2, 20.001 + NEAR_S * 2
+    assert together([(10.01, 10.015), (9.0, 11.0), (near, near + 1.0), (far, far + 1.0), (15.0, 15.5)], slow) == 3
+    assert together([(1.0, 2.0)], []) == 0

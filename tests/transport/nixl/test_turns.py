@@ -152,3 +152,40 @@ def test_a_batch_is_looked_at_again_while_bytes_come_and_who_asks_is_told(
     agent._calls.clear()
     monkeypatch.undo()
     end.finish(transfer)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_what_a_post_copied_is_looked_at_soon_and_for_a_moment(
+    ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Most of a batch that is written over TCP has gone when the call returns, and the rest goes at once. One that is
+    read has not begun to come."""
+    clock = [1000.0]
+    for module in (nixl_transport, windows):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    end, other = ends
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    post, looks = end.transport._posting().library.postXferReq, []
+
+    def posts(*given: Any) -> Any:
+        post(*given)
+        clock[0] += nixl_transport._CALL_S
+        return running
+
+    def look(handle: int) -> Any:
+        looks.append(handle)
+        clock[0] += 0.4 * EMPTY_S
+        return running
+
+    agent, there = instead(end, getXferStatus=look, postXferReq=posts), scattered(end, other, 2 * 128)
+    moves = there if operation == "read" else Runs(there.destination, there.source, there.length)
+    transfer = getattr(end.transport, operation)(peer, moves)
+    written = operation == "write"
+    assert end.transport.poll(transfer) is (TransferStatus.MOVING if written else TransferStatus.RUNNING)
+    looks.clear()
+    for expected in (3 if written else 1, 1):
+        assert end.transport.poll(transfer) is TransferStatus.RUNNING and len(looks) == expected
+        looks.clear()
+    agent._calls.clear()
+    monkeypatch.undo()
+    end.finish(transfer)

@@ -34,8 +34,9 @@ class NixlPeer:
 class NixlTransfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
     descriptors it is. `few`: untimed, so that the window learns nothing of it. `status` and `outcome`: see
-    `base.Followed`. `owed`: a post that is to be done before another look. `settled_at`: when nothing is read any more,
-    or sent by UCX, of a transfer whose peer is lost, if it is polled `settling` times until then; 0.0 while it is not.
+    `base.Followed`. `owed`: a post that is to be done before another look. `copied`: the call that last posted
+    copied, so that the rest is soon there, too. `settled_at`: when nothing is read any more, or sent by UCX, of a
+    transfer whose peer is lost, if it is polled `settling` times until then; 0.0 while it is not.
     """
 
     peer: NixlPeer
@@ -46,6 +47,7 @@ class NixlTransfer:
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     status: TransferStatus = TransferStatus.RUNNING
     owed: bool = False
+    copied: bool = False
     failure: TransferError | None = None
     settled_at: float = 0.0
     settling: int = SETTLE_POLLS

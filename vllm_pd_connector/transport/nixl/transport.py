@@ -255,7 +255,6 @@ class NixlTransport:
         until = (now := time.monotonic()) + _CALL_S
         owed, transfer.owed, posting, posted = transfer.owed, False, False, False
         moved = bool(transfer.posted) and not owed and self._look(transfer, until)
-        transfer.status = TransferStatus.MOVING if moved else TransferStatus.RUNNING
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
         while transfer.waiting and transfer.failure is None and (room := peer.window.room(now)):
@@ -265,6 +264,7 @@ class NixlTransport:
                 break
             self._post(transfer, room)
             posted = True
+        transfer.status = TransferStatus.MOVING if moved or transfer.copied else TransferStatus.RUNNING
         if posting and transfer.waiting:
             transfer.status = TransferStatus.POSTING
         self._conclude(transfer)
@@ -309,8 +309,9 @@ class NixlTransport:
         """Take out the batches that have ended, as far as there is time; whether bytes came. They end in about the
         order of their posts, so none is looked at behind one that runs on, for each of whose descriptors the library
         polls. That one is looked at until nothing has come for a moment: a peer stops whose bytes nobody takes."""
-        window, ended, came, began = transfer.peer.window, 0, 0.0, transfer.peer.window.begin()
+        window, ended, began = transfer.peer.window, 0, transfer.peer.window.begin()
         now = began[0]
+        came, transfer.copied = now if transfer.copied else 0.0, False
         while (handle := next(iter(transfer.posted), None)) is not None:
             runs_on, before, now = self._runs_on(transfer, handle), now, time.monotonic()
             came = now if now - before > EMPTY_S else came
@@ -324,7 +325,7 @@ class NixlTransport:
             window.forget(ended)
         else:
             window.looked(ended, began)
-        return came > 0.0
+        return came > began[0]
 
     def _runs_on(self, transfer: NixlTransfer, handle: int) -> bool:
         """Whether a posted batch may move bytes; given back when it arrived, for one part's failure says little."""
@@ -367,6 +368,7 @@ class NixlTransport:
         peer.window.posted(cost, began, runs=runs, writes=not transfer.reads)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
+            transfer.copied = not transfer.reads and time.monotonic() - began[0] > EMPTY_S
         else:
             self._release(peer, handle)
 
