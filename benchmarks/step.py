@@ -13,7 +13,9 @@ the interpreter from the threads that are measured. The cases:
   transfer thread sleeps again before the next wave wakes it where what was written of the waves before has arrived; it
   looks by itself while others are written, and where a device computes them behind their launch; and nothing is done.
 
-Where other processes want the processor, the least step says what it costs.
+All of it is done PASSES times, since a moment of the machine is seconds long: what is told is the median of the passes'
+figures, and the lowest and the highest median of one. Where other processes want the processor, the least step says
+what it costs.
 
     python benchmarks/step.py [--reps 5000] [--json results.json]
 """
@@ -30,7 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +70,7 @@ IN_FLIGHT, BLOCKS = 256, 16  # requests, and blocks of each
 AT_ONCE = 8  # prefills in one step's budget of tokens
 PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
 GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
+PASSES = 3
 LAYERS, LAYER_GOAL, LAYER_S = (16, 32, 80), 5.0, 2e-5
 CALM, WRITTEN, COMPUTED = "while nothing is under way", "while others are written", "computed behind its launch"
 WORKER = """
@@ -383,17 +386,27 @@ def cases(reps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def together(passes: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each case."""
+    rows = []
+    for same in zip(*passes, strict=True):
+        medians, p99, least = ([one[key] for one in same] for key in ("median_us", "p99_us", "least_us"))
+        figures = {"median_us": float(np.median(medians)), "of_lowest_us": min(medians), "of_highest_us": max(medians)}
+        rows.append(same[0] | figures | {"p99_us": float(np.median(p99)), "least_us": min(least)})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=5000)
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "step.json")
     options = parser.parse_args()
-    rows = cases(options.reps)
+    rows = together([cases(max(1, options.reps // PASSES)) for _ in range(PASSES)])
     print(f"{'step':<56} {'thread':<10} {'median':>8} {'p99':>8} {'least':>8} {'goal':>6}   microseconds")
     for row in rows:
         figures = f"{row['median_us']:8.1f} {row['p99_us']:8.1f} {row['least_us']:8.1f} {row['goal_us']:6.0f}"
         print(f"{row['case']:<56} {row['thread']:<10} {figures}")
-    write(options.json, {"reps": options.reps, "unit": "us", "rows": rows})
+    write(options.json, {"reps": options.reps, "passes": PASSES, "unit": "us", "rows": rows})
 
 
 if __name__ == "__main__":
