@@ -1,4 +1,4 @@
-"""A process beside a benchmark that tells whether the machine itself stood still for a moment.
+"""A process on each core beside a benchmark that tells whether the machine itself stood still for a moment.
 
 Every EVERY_S it copies PIECES pieces of 1 KiB from places by chance in memory that it has written before, which takes a
 thirtieth of a millisecond, and looks how much of its thread's processor time that took. It has nothing to do with what
@@ -8,6 +8,7 @@ that gives a core or a guest's memory anew says nothing of it, and the time coun
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ from benchmarks.other_process import OtherProcess
 
 EVERY_S = 0.002
 MEMORY_BYTES, PIECE_BYTES, PIECES = 256 << 20, 1 << 10, 128
-SLOW_S = 0.0005
+SLOW_S = 0.0004
 """Ten times and more of what it mostly takes."""
 
 NEAR_S = 0.01
@@ -29,8 +30,9 @@ Moment = tuple[float, float]
 """When something began and ended, by the monotonic clock in seconds, which all processes of a machine share."""
 
 
-def watch(pipe: Connection) -> None:
-    """Main of the witness: answers each question with the moments at which it was slow since the last."""
+def watch(pipe: Connection, core: int) -> None:
+    """Main of a core's witness: answers each question with the moments at which it was slow since the last."""
+    os.sched_setaffinity(0, {core})
     memory = np.ones((MEMORY_BYTES // PIECE_BYTES, PIECE_BYTES), dtype=np.uint8)
     random, copied = np.random.default_rng(0), np.empty((PIECES, PIECE_BYTES), dtype=np.uint8)
     slow: list[Moment] = []
@@ -56,15 +58,16 @@ def together(moments: Iterable[Moment], slow: Sequence[Moment]) -> int:
 
 
 class Witness:
-    """Runs until it is closed. `slow`: how often it was, in all."""
+    """Runs until it is closed. `slow`: how often it was, in all, on any core."""
 
     def __init__(self) -> None:
-        self._process, self.slow = OtherProcess(watch), 0
-        self._process.answer()
+        self._processes, self.slow = [OtherProcess(watch, core) for core in sorted(os.sched_getaffinity(0))], 0
+        for process in self._processes:
+            process.answer()
 
     def saw(self, moments: Iterable[Moment]) -> int:
         """At how many of these, all since it was last asked, it was slow, too."""
-        slow: list[Moment] = self._process.ask("slow")
+        slow: list[Moment] = [moment for process in self._processes for moment in process.ask("slow")]
         self.slow += len(slow)
         return together(moments, slow)
 
@@ -78,4 +81,5 @@ class Witness:
         return found
 
     def close(self) -> None:
-        self._process.close()
+        for process in self._processes:
+            process.close()
