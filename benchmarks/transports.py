@@ -145,16 +145,15 @@ class Pair:
         return Runs(theirs, ours, lengths) if operation == "read" else Runs(ours, theirs, lengths)
 
     def through_the_port(self, operation: str, runs: Runs) -> None:
-        """What the transfer loop does with one transfer."""
+        """What the transfer loop does with one transfer. It sleeps between any two turns (`sidechannel.waiting`)."""
         transport, peer = self.ends[operation]
         began = time.monotonic()
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
         while (status := transport.poll(transfer)) is not TransferStatus.DONE:
             elapsed = time.monotonic() - began
             assert elapsed < PATIENCE_S, f"{self.name}: a {operation} that does not end"
-            if status is not TransferStatus.POSTING:
-                moving = status is TransferStatus.MOVING
-                time.sleep(FIRST_S if moving else pause(elapsed, runs.total_bytes))
+            soon = {TransferStatus.POSTING: 0.0, TransferStatus.MOVING: FIRST_S}
+            time.sleep(soon[status] if status in soon else pause(elapsed, runs.total_bytes))
 
     def _tell(self, order: str, *args: Any) -> bool:
         """What the peer does with its memory, see `done`."""
