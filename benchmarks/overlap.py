@@ -73,8 +73,9 @@ class Result:
     """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull. `prefill`
     is that beside a push, `transfer` what the bytes take over the link at its rate. `local` is the first token's of a
     prompt of one token, `exposed` what a push adds to it, as a part of what the pull of the same prompt adds: of the
-    whole transfer, as it is measured. `compared` is what was found equal: the tokens of every request, the bytes of one
-    push."""
+    whole transfer, as it is measured. `unmatched` is the part of it that took longer than the prefill, as the same part:
+    in `exposed`, too, though it had nothing to hide behind. `compared` is what was found equal: the tokens of every
+    request, the bytes of one push."""
 
     model: str
     compared: str
@@ -90,6 +91,7 @@ class Result:
     ratio: float
     local: float
     exposed: float
+    unmatched: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,7 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
         slow_down(None)
     pull, push, local, prefilled, moving = np.median(rows, axis=0).tolist()
     exposed = float(np.median([(row[1] - row[2]) / (row[0] - row[2]) for row in rows]))
+    unmatched = float(np.median([max(0.0, row[4] - row[3]) / (row[0] - row[2]) for row in rows]))
     pull_worst, push_worst, *_ = np.max(rows, axis=0).tolist()
     return Result(
         model=model,
@@ -305,6 +308,7 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
         ratio=round(push / pull, 3),
         local=round(local, 1),
         exposed=round(exposed, 3),
+        unmatched=round(unmatched, 3),
     )
 
 
@@ -313,13 +317,13 @@ def main() -> None:
     parser.add_argument("--model", choices=KNOWN, help="default: gqa, with --one-step deep and deep-hybrid")
     parser.add_argument("--one-step", action="store_true", help="prompts of one prefill step, written layer by layer")
     parser.add_argument("--push-when", choices=("steps", "layers"), help="default: steps, with --one-step layers")
-    parser.add_argument("--requests", type=int, help="of each kind, in turns; default: 10, with --one-step 6")
+    parser.add_argument("--requests", type=int, help="of each kind, in turns; default: 10, with --one-step 12")
     parser.add_argument("--into", type=Path, help="default: out/bench/overlap.json, or overlap-layers.json")
     options = parser.parse_args()
     if INSIDE not in os.environ:
         enter_namespace()
     one = options.one_step
-    requests = options.requests or (6 if one else 10)
+    requests = options.requests or (12 if one else 10)
     models = [options.model] if options.model else [DEEP.name, DEEP_HYBRID.name] if one else ["gqa"]
     push_when = options.push_when or ("layers" if one else "steps")
     step_tokens = 2048 if one else STEP_TOKENS
