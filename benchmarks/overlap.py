@@ -73,9 +73,9 @@ class Result:
     """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull. `prefill`
     is that beside a push, `transfer` what the bytes take over the link at its rate. `local` is the first token's of a
     prompt of one token, `exposed` what a push adds to it, as a part of what the pull of the same prompt adds: of the
-    whole transfer, as it is measured. `unmatched` is the part of it that took longer than the prefill, as the same part:
-    in `exposed`, too, though it had nothing to hide behind. `compared` is what was found equal: the tokens of every
-    request, the bytes of one push."""
+    whole transfer, as it is measured. `unmatched` is by how much that took longer than the prefill, as the same part:
+    it counts as `exposed`, too, though it had nothing to hide behind. `compared` is what was found equal: the tokens
+    of every request, the bytes of one push."""
 
     model: str
     compared: str
