@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.sidechannel import waiting
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.waiting import wait
@@ -41,8 +42,15 @@ def _waited(client, wake, seconds):
     return time.monotonic() - begin
 
 
-def test_a_deadline_that_has_passed_does_not_wait(client, wake):
+def test_a_deadline_that_has_passed_gives_others_a_moment_and_no_more(client, wake, monkeypatch):
+    """A turn that is due at once does not keep the interpreter from the thread that launches forwards."""
+    slept = []
+    monkeypatch.setattr(waiting.time, "sleep", slept.append)
     wait(client, wake, time.monotonic() - 1.0)
+    assert slept == [0.0]
+    wake.set()
+    wait(client, wake, time.monotonic() - 1.0)
+    assert slept == [0.0], "a call waits for nobody"
 
 
 def test_another_thread_ends_the_wait_and_is_heard_once(client, wake):

@@ -21,9 +21,9 @@ def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> bool:
     """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never); whether
     the client is to `receive`, since there is input or its deadline is over. A transfer is looked at behind each such
     sleep, hundreds of times a second, so one costs little: no poller is made, no event taken that was not seen. Where
-    the deadline is over this sleeps all the same, for 0 s, which the kernel makes 70 us of: other threads have the
-    interpreter and the core meanwhile. Without it long receives beside a busy forward end no sooner, and its steps take
-    a tenth longer."""
+    the deadline is over and nothing came this sleeps all the same, for 0 s, of which the kernel makes 70 us: others
+    have the interpreter and the core meanwhile. Without it long receives beside a busy forward end no sooner, and its
+    steps take longer (docs/design/transports.md, Pauses)."""
     due = client.next_deadline()
     moments = [moment for moment in (deadline, due) if moment is not None]
     seconds = max(0.0, min(moments) - time.monotonic()) if moments else None
