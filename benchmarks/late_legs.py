@@ -35,9 +35,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 from overlap import EXPOSED_GOAL, INSIDE, enter_namespace, slow_down  # noqa: E402
 
 from benchmarks.bind import ITEM  # noqa: E402
+from benchmarks.engine_halves import connector, free_port, request, scheduled  # noqa: E402
 from benchmarks.long_pairs import Layout, describe  # noqa: E402
 from benchmarks.report import write  # noqa: E402
-from benchmarks.step import connector, free_port, request, scheduled  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
 from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402
 from vllm_pd_connector.config import Config  # noqa: E402

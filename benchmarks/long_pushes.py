@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 sys.path.append(str(ROOT / "benchmarks"))
 
+from benchmarks.engine_halves import connector, free_port, request, scheduled  # noqa: E402
 from benchmarks.long_pairs import (  # noqa: E402
     BYTES_PER_TOKEN,
     CHANNELS,
@@ -51,7 +52,6 @@ from benchmarks.long_pairs import (  # noqa: E402
 )
 from benchmarks.long_receive import LEAST_ROUNDS, ROUNDS_S, TURN_GOAL_MS, Turns  # noqa: E402
 from benchmarks.report import write  # noqa: E402
-from benchmarks.step import connector, free_port, request, scheduled  # noqa: E402
 from benchmarks.witness import Moment, Witness  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
 from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402

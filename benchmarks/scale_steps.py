@@ -23,7 +23,8 @@ from vllm.v1.request import RequestStatus
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.step import DECODING, IDLE, PROMPT, Engine, hold_leases, request  # noqa: E402
+from benchmarks.engine_halves import PROMPT, Engine, request  # noqa: E402
+from benchmarks.step import DECODING, IDLE, hold_leases  # noqa: E402
 from vllm_pd_connector.sidechannel.net import sockets  # noqa: E402
 from vllm_pd_connector.sidechannel.net.sockets import endpoint  # noqa: E402
 

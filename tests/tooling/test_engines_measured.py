@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.step import Engine
+from benchmarks.engine_halves import Engine
 
 pytestmark = pytest.mark.libraries
 
