@@ -42,6 +42,7 @@ from transports_bare import BARE, Bare, Memory
 from transports_plot import plot, size
 
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.sidechannel.waiting import sleep
 from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer, Use
 from vllm_pd_connector.transport.registry import create
 from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
@@ -65,7 +66,7 @@ SHORT_S, SHORT_ROUNDS = 0.8, 12
 """Rounds that are over in less than this together are made so many times."""
 
 SOON_S = {TransferStatus.POSTING: 0.0, TransferStatus.MOVING: FIRST_S}
-"""So long the transfer thread sleeps before the next look, whatever a transfer's age; of 0 s the kernel makes 70 us."""
+"""So long the transfer thread sleeps before the next look, whatever a transfer's age; of 0 s the kernel makes 20 us."""
 
 GOAL, GOAL_MESSAGE, SHORT_GOAL, GOAL_RUN_BYTES = 0.95, 4 * MIB, 0.85, 64 * KIB
 LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
@@ -148,14 +149,16 @@ class Pair:
         return Runs(theirs, ours, lengths) if operation == "read" else Runs(ours, theirs, lengths)
 
     def through_the_port(self, operation: str, runs: Runs) -> None:
-        """What the transfer loop does with one transfer. It sleeps between any two turns (`sidechannel.waiting`)."""
+        """What the transfer loop does with one transfer. It sleeps between any two turns
+        (`sidechannel.waiting`), exactly: no forward is launched beside it."""
         transport, peer = self.ends[operation]
         began = time.monotonic()
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
         while (status := transport.poll(transfer)) is not TransferStatus.DONE:
             elapsed = time.monotonic() - began
             assert elapsed < PATIENCE_S, f"{self.name}: a {operation} that does not end"
-            time.sleep(SOON_S[status] if status in SOON_S else pause(elapsed, runs.total_bytes))
+            seconds = SOON_S[status] if status in SOON_S else pause(elapsed, runs.total_bytes)
+            sleep(seconds, exact=True)
 
     def _tell(self, order: str, *args: Any) -> bool:
         """What the peer does with its memory, see `done`."""

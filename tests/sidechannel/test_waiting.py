@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 import time
@@ -51,6 +52,30 @@ def test_a_deadline_that_has_passed_gives_others_a_moment_and_no_more(client, wa
     wake.set()
     wait(client, wake, time.monotonic() - 1.0)
     assert slept == [0.0], "a call waits for nobody"
+
+
+PR_GET_TIMERSLACK = 30
+
+
+def slack():
+    """Nanoseconds by which the kernel may end this thread's sleeps later."""
+    return ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_sleep_is_exact_where_that_is_asked_for_and_no_other_is(client, wake, monkeypatch, exact):
+    """Also behind one that was interrupted: threads that are made later inherit what is set."""
+    before, during = slack(), []
+
+    def interrupted(seconds):
+        during.append(slack())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waiting.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        wait(client, wake, time.monotonic() + 0.0001, exact=exact)
+    assert during == [1 if exact else before]
+    assert slack() == before > 1
 
 
 def test_another_thread_ends_the_wait_and_is_heard_once(client, wake):

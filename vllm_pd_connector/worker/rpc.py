@@ -38,10 +38,11 @@ class PendingCalls:
         if handler is not None:
             self._handlers[token] = handler
 
-    def wait(self, wake: Wake, deadline: float | None) -> None:
-        """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short."""
+    def wait(self, wake: Wake, deadline: float | None, *, exact: bool = False) -> None:
+        """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short. `exact`: see
+        `sidechannel.waiting.sleep`."""
         self._receives = True
-        self._receives = wait(self._client, wake, time.monotonic() if self._due else deadline)
+        self._receives = wait(self._client, wake, time.monotonic() if self._due else deadline, exact=exact)
 
     def deliver(self, now: float) -> list[str]:
         """Hand every outcome that has come to its handler; returns the endpoints that have said that they end."""

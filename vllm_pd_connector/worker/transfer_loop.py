@@ -26,6 +26,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.wake import Wake
+from vllm_pd_connector.worker.forward_thread import ForwardThread
 from vllm_pd_connector.worker.peers.auto_mode import AutoMode
 from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES
 from vllm_pd_connector.worker.peers.event_queue import EventQueue
@@ -100,6 +101,7 @@ class TransferLoop:
         self._scratch: Memory | None = None
         self._inbox: deque[ReceiveRequest | str] = deque()  # to begin, and names of those to give up
         self._wake = Wake()
+        self._forwards = ForwardThread()
         self._comparison = ChecksumComparison(config, manifest, self._wake)
         self._stop = self._failed = False
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -134,13 +136,15 @@ class TransferLoop:
         return self._scratch.segment if self._scratch is not None else None
 
     def submit(self, requests: Sequence[ReceiveRequest], aborts: Sequence[str]) -> None:
-        """Begin and give up receives; callable from any thread, returns at once."""
+        """Begin and give up receives; called in the thread that launches forwards, returns at once."""
+        self._forwards.here()
         self._inbox.extend((*requests, *aborts))
         self._wake.set()
 
     def step_launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
         """A forward was launched in the calling thread, or waves of its layers; see `StepClock`. Returns at once."""
         assert self._push is not None
+        self._forwards.here()
         news = self._push.clock.launched(step, is_done, waves)
         if news and self._pushes is not None and self._pushes.waiting:
             self._wake.set()
@@ -216,7 +220,8 @@ class TransferLoop:
         """Until something is to be done; without memory to wait with, say, for a moment. Without this thread nobody's
         receive would end."""
         try:
-            self._calls.wait(self._wake, self._next_deadline())
+            now = time.monotonic()
+            self._calls.wait(self._wake, self._next_deadline(now), exact=self._forwards.idle(now))
         except Exception:
             logger.exception("the transfer thread could not wait")
             time.sleep(PAUSE_S)
@@ -281,8 +286,7 @@ class TransferLoop:
                     assert self._pushes is not None
                     self._pushes.staged(push, stream, failure, now)
 
-    def _next_deadline(self) -> float | None:
-        now = time.monotonic()
+    def _next_deadline(self, now: float) -> float | None:
         due = [now if self._inbox else None, self._receives.next_deadline(now), self._comparison.next_deadline()]
         due += [now + pause for pause in (self._stager.pause(), self._auto_mode.pause()) if pause is not None]
         due += [self._pushes.next_deadline(now)] if self._pushes is not None else []

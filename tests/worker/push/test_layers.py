@@ -101,6 +101,7 @@ def test_layers_that_a_device_computes_later_wake_the_thread_once(writer, target
     done = 0
     for loop in writer.loops:
         loop.step_launched(1, lambda: done >= 1, 1)
+        assert loop._forwards._ident == threading.get_ident(), "steps are told of in the thread that launches them"
     with monkeypatch.context() as patch:
         for loop in writer.loops:
             patch.setattr(loop._wake, "set", lambda: pytest.fail("the thread was woken"))

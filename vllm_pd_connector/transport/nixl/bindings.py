@@ -48,7 +48,7 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tcp_segment_size: str = "256k"
     progress_interval_us: int = 2000
     progress_thread: bool = False
-    batch_bytes: int = 24 << 20
+    batch_bytes: int = 64 << 20
 
 
 def translate(kind: str, message: str, started: bool) -> TransferError:
