@@ -218,9 +218,11 @@ def _tensors(cache: LayerCache, view: PageView, model_dtype: str) -> tuple[Tenso
         cache.spec_name,
         reason,
     )
-    # An axis of one element has a stride that nobody uses, and layouts differ in it.
-    strides = "x".join(
-        str(stride) if size > 1 else "-" for size, stride in zip(view.shape[1:], view.strides[1:], strict=True)
+    # An axis of one element has a stride that nobody uses, and layouts differ in it; how far planes are apart goes by
+    # the number of blocks.
+    apart = 2 if attention.in_planes(view) else 1
+    strides = "planes " * (apart - 1) + "x".join(
+        str(stride) if size > 1 else "-" for size, stride in zip(view.shape[apart:], view.strides[apart:], strict=True)
     )
     known = page.form is Form.OPAQUE and page.anywhere
     writer = (

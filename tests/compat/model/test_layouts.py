@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -38,6 +39,15 @@ def test_pages_have_their_heads_one_after_the_other_where_nobody_chose(monkeypat
 def test_the_operator_s_layout_is_taken(asked: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", asked)
     assert resolved(monkeypatch, ANY) == given
+
+
+def test_amd_s_shuffled_pages_keep_the_planes_that_their_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With K and V of a block side by side the first decode ends the engine (`rocm_aiter_fa.py`: "dense planes")."""
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    assert resolved(monkeypatch, ["LHBNC", "LBHNC"]) == "LBHNC", "the variable is AMD's"
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    assert resolved(monkeypatch, ["LHBNC", "LBHNC"]) == "LHBNC"
 
 
 def test_nothing_is_asked_for_without_a_model() -> None:

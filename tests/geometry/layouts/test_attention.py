@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value, latent, opaque
+from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, in_planes, key_value, latent, opaque
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role
 from vllm_pd_connector.geometry.sharding import Interval
 
@@ -54,6 +54,17 @@ def test_an_opaque_page_keeps_its_heads_as_an_interval_of_bytes() -> None:
     (tensor,) = opaque(NHD, "AMX packed")
     assert tensor.axes == (Axis(AxisName.BYTE, 256, 1, 256, 768),)
     assert (tensor.opaque, tensor.itemsize, tensor.page_tokens) == ("AMX packed", 1, 4)
+
+
+def test_an_opaque_page_in_two_planes_is_two_pages_that_lie_apart() -> None:
+    planes = replace(NHD, strides=(128, 1280, 32, 1))
+    assert in_planes(planes)
+    assert not any(in_planes(replace(NHD, strides=some)) for some in ((256, 128, 32, 1), (256, 1024, 32, 1)))
+    tensors = opaque(planes, "shuffled")
+    assert [(tensor.role, tensor.offset) for tensor in tensors] == [(Role.KEY, 1000), (Role.VALUE, 2280)]
+    for tensor in tensors:
+        assert tensor.axes == (Axis(AxisName.BYTE, 128, 1, 128, 384),), "the second of three ranks"
+        assert (tensor.pages, tensor.page_stride, tensor.opaque) == (10, 128, "shuffled")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ POOLED_ALIKE = frozenset({
 """Backends whose states for several tokens are written alike on all of NVIDIA's GPUs, by vLLM 0.32 and 0.33, but for an
 indexer's scales."""
 
+PLAIN_UNLESS_SHUFFLED = frozenset({"ROCM_AITER_UNIFIED_ATTN"})
+"""AMD's default beside a connector: `reshape_and_cache_flash` or a fused operator writes what a kernel reads by strides.
+With the variable that shuffles pages vLLM 0.33 has another writer on gfx1250."""
+
 INLINE_SCALES = frozenset({"TRITON_ATTN"})
 """Backends that keep the scales of each token and head behind its K, and behind its V."""
 
@@ -69,5 +73,8 @@ def register_plain_backend(name: str) -> None:
     _plain.add(name)
 
 
-def is_plain(name: str, *, quantized: bool = False) -> bool:
-    return name in _plain or (not quantized and name in PLAIN_UNLESS_QUANTIZED)
+def is_plain(name: str, *, quantized: bool = False, shuffled: bool = False) -> bool:
+    """`quantized`: the cache has less than the model's precision; `shuffled`: as `pages.shuffled` says."""
+    if name in PLAIN_UNLESS_QUANTIZED:
+        return not quantized
+    return name in _plain or (name in PLAIN_UNLESS_SHUFFLED and not shuffled)

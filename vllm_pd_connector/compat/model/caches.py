@@ -35,6 +35,7 @@ from vllm_pd_connector.compat.model.pages import (
     index_scales,
     nvfp4_in_order,
     page_of,
+    shuffled,
     surroundings,
 )
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
@@ -301,7 +302,7 @@ def layer_caches(
     """
     facts = layer_facts(vllm_config)
     rocm, in_order, fnuz = torch.version.hip is not None, nvfp4_in_order(), fp8_of_half_value()
-    around, scales = surroundings(), index_scales()
+    around, scales, inside = surroundings(), index_scales(), shuffled()
     caches = []
     for index, layer, spec, tensor in _layers(config, kv_caches):
         if not isinstance(spec, AttentionSpec):
@@ -311,7 +312,7 @@ def layer_caches(
             LayerCache(
                 layer=layer,
                 group=index,
-                page=page_of(spec, known.backend, rocm=rocm, nvfp4_in_order=in_order),
+                page=page_of(spec, known.backend, rocm=rocm, nvfp4_in_order=in_order, shuffled=inside),
                 facts=known,
                 head_size=spec.head_size,
                 head_size_v=spec.head_size_v,

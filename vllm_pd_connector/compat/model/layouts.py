@@ -15,6 +15,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.model.layers import layer_facts
+from vllm_pd_connector.compat.model.pages import shuffled
 from vllm_pd_connector.compat.model.recurrent import representative
 
 if TYPE_CHECKING:
@@ -25,9 +26,14 @@ BEST_TO_MOVE = "LBHNC"
 
 
 def best_to_move(vllm_config: VllmConfig) -> str | None:
-    """The layout to ask for; None where a rank has no heads to put in order: MLA's latents, or no model yet."""
+    """The layout to ask for; None where a rank has no heads to put in order (MLA's latents, or no model yet), and where
+    AMD's backends shuffle: decode kernels of ROCM_AITER_FA read K and V in planes of their own, LHBNC, and vLLM would
+    take the layout that is asked for.
+
+    Source: vLLM 0.32 and 0.33, `v1/attention/backends/rocm_aiter_fa.py` (`supported_kv_cache_layouts`).
+    """
     model = vllm_config.model_config
-    return None if model is None or model.use_mla else BEST_TO_MOVE
+    return None if model is None or model.use_mla or shuffled() else BEST_TO_MOVE
 
 
 ONE_TOKEN_IN_TURN = "FLASHINFER_MLA"

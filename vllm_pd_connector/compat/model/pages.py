@@ -86,6 +86,14 @@ def nvfp4_in_order() -> bool:
     return any(current_platform.is_device_capability_family(family) for family in (80, 90, 120))
 
 
+def shuffled() -> bool:
+    """Whether AMD's backends are to shuffle the inside of pages, those of them that can."""
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT)
+
+
 def surroundings() -> str:
     """What a writer of pages may go by that nobody has read, beside its name: the kind of device and vLLM's release.
 
@@ -100,7 +108,6 @@ def surroundings() -> str:
     formats in `flashmla_sparse.py`, `AiterFlashAttentionBackend.customize_spec`; `ARM_BF16_SUPPORT` of
     `csrc/cpu/cpu_attn_neon.hpp`.
     """
-    import vllm.envs as envs
     from vllm.platforms import current_platform
 
     capability, release = current_platform.get_device_capability(), facts.vllm_release()
@@ -109,8 +116,8 @@ def surroundings() -> str:
         return (
             f"{current_platform.device_name} {machine()}{built}{'' if release in facts.READ else f', vLLM {release}'}"
         )
-    shuffled = ", shuffled" if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT else ""
-    return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}{shuffled}"
+    inside = ", shuffled" if shuffled() else ""
+    return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}{inside}"
 
 
 @cache
@@ -148,8 +155,10 @@ def fp8_of_half_value() -> bool:
     return bool(current_platform.is_fp8_fnuz())
 
 
-def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bool = False) -> Page:
-    """The form of the pages of one layer; `nvfp4_in_order` is the device's, as the function of that name tells it."""
+def page_of(
+    spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bool = False, shuffled: bool = False
+) -> Page:
+    """The form of the pages of one layer; `nvfp4_in_order` and `shuffled` are as the functions of these names tell."""
     if isinstance(spec, CircularBufferSpec):
         return Page(Form.RING, Role.INDEX)
     if spec.tokens_per_state != 1:
@@ -159,7 +168,7 @@ def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bo
         return _vectors(spec, backend, rocm)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
         return _opaque(f"a {type(spec).__name__}")
-    return _heads(spec, backend, nvfp4_in_order)
+    return _heads(spec, backend, nvfp4_in_order, shuffled)
 
 
 def _opaque(reason: str, *, anywhere: bool = False) -> Page:
@@ -197,12 +206,13 @@ def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: 
     return _opaque(f"{spec.cache_dtype_str} with {content} bytes a token")
 
 
-def _heads(spec: AttentionSpec, backend: str, nvfp4_in_order: bool) -> Page:
+def _heads(spec: AttentionSpec, backend: str, nvfp4_in_order: bool, shuffled: bool) -> Page:
     mode = spec.kv_quant_mode
     plain = spec.num_head_slots is None and spec.state_content_bytes is None
     # One scale per tensor, kept with the weights: the page holds plain one-byte elements.
     if plain and mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        if backend == backends.CPU or backends.is_plain(backend, quantized=mode is not KVQuantMode.NONE):
+        quantized = mode is not KVQuantMode.NONE
+        if backend == backends.CPU or backends.is_plain(backend, quantized=quantized, shuffled=shuffled):
             return Page(Form.KEY_VALUE, Role.KEY)
         return _opaque(f"the writer of {backend} was not read")
     scaled = mode in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)

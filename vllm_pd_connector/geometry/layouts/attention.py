@@ -26,11 +26,10 @@ from msgspec.structs import replace as replace_struct
 
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role, Tensor
+from vllm_pd_connector.geometry.sharding import Interval
 
 if TYPE_CHECKING:
     from fractions import Fraction
-
-    from vllm_pd_connector.geometry.sharding import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +191,18 @@ def ring(view: PageView, role: Role) -> tuple[Tensor]:
     return (replace_struct(_with_axes(view, role, 0, axes, view.itemsize), page_tokens=0),)
 
 
-def opaque(view: PageView, description: str) -> tuple[Tensor]:
-    """A page of unknown inner form; it moves whole, and only to a peer with an equal description.
+def in_planes(view: PageView) -> bool:
+    """Whether the two halves of a page lie apart, each beside those of all other pages: K and V of AMD's shuffled
+    caches, or two heads, in vLLM's layout LHBNC."""
+    pages, heads, tokens, content = view.shape
+    page_stride, head_stride, token_stride, stride = view.strides
+    dense = stride == 1 and (tokens == 1 or token_stride == content) and page_stride == tokens * content
+    return heads == 2 and dense and head_stride >= pages * page_stride
+
+
+def opaque(view: PageView, description: str) -> tuple[Tensor, ...]:
+    """A page of unknown inner form; it moves whole, and only to a peer with an equal description. One that is
+    `in_planes` is two pages.
 
     The heads that the page belongs to are kept as an interval of bytes, so that equal tensor-parallel sizes pair
     rank with rank and unequal ones are refused.
@@ -203,7 +212,13 @@ def opaque(view: PageView, description: str) -> tuple[Tensor]:
     """
     if not description:
         raise UnsupportedCache(f"{view.layer}: an opaque page needs a description of its inner form")
-    _, heads, tokens, content = view.shape
+    if in_planes(view):
+        half = (view.shape[0], 1, *view.shape[2:])
+        shares = replace(view, shape=half, heads=_half(view.heads), total_heads=view.total_heads // 2)
+        return tuple(
+            replace_struct(_of_bytes(replace(shares, offset=view.offset + i * view.strides[1]), description), role=role)
+            for i, role in enumerate((Role.KEY, Role.VALUE))
+        )
     expected = 1
     for size, stride in sorted(zip(view.shape[1:], view.strides[1:], strict=True), key=lambda axis: axis[::-1]):
         if size > 1 and stride != expected:
@@ -212,6 +227,11 @@ def opaque(view: PageView, description: str) -> tuple[Tensor]:
                 "leave gaps — use a layout that keeps a layer's block together (LBHNC or LBNHC)"
             )
         expected *= size
+    return (_of_bytes(view, description),)
+
+
+def _of_bytes(view: PageView, description: str) -> Tensor:
+    _, heads, tokens, content = view.shape
     per_head = tokens * content
     axis = Axis(
         AxisName.BYTE,
@@ -220,7 +240,12 @@ def opaque(view: PageView, description: str) -> tuple[Tensor]:
         start=view.heads.start * per_head,
         total=view.total_heads * per_head,
     )
-    return (_with_axes(view, Role.OPAQUE, 0, (axis,), itemsize=1, description=description),)
+    return _with_axes(view, Role.OPAQUE, 0, (axis,), itemsize=1, description=description)
+
+
+def _half(heads: Interval) -> Interval:
+    """Of two slots a rank, as many as there are ranks before it."""
+    return Interval(heads.start // 2, heads.start // 2 + 1)
 
 
 def _require_one_head(view: PageView) -> None:
