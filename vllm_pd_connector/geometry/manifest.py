@@ -17,8 +17,13 @@ Source: vLLM 0.32 `vllm/v1/kv_cache_interface.py` (logical shape [L, B, H, N, C]
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MANIFEST_VERSION = 2
 
@@ -111,6 +116,10 @@ class Axis(ManifestStruct, frozen=True):
     total: int
 
 
+READS_POWERS = " with scales that are powers of two"
+"""Ends the dtype of bytes whose scales in the page are read so, and may be written so or as any float32."""
+
+
 class Tensor(ManifestStruct, frozen=True):
     """One logical tensor of one layer: `pages` pages of equal shape, `page_stride` bytes apart.
 
@@ -132,6 +141,17 @@ class Tensor(ManifestStruct, frozen=True):
     page_tokens: int
     axes: tuple[Axis, ...]
     opaque: str = ""
+
+    def as_written(self, writers: Sequence[Manifest]) -> Tensor:
+        """What is read as powers of two is read rightly unless context-parallel prefill ranks wrote it: they alone
+        round no scales.
+
+        Source: vLLM 0.32 and 0.33, `models/deepseek_v32/attention.py` (`use_pcp`: `concat_and_cache_mla` in place of
+        `fused_norm_rope`), `flashinfer_mla_sparse_sm120.py` (`kv_scale_format`).
+        """
+        if writers[0].parallel.pcp_size > 1 or not self.dtype.endswith(READS_POWERS):
+            return self
+        return replace(self, dtype=self.dtype.removesuffix(READS_POWERS))
 
 
 class Group(ManifestStruct, frozen=True):

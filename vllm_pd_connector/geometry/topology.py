@@ -314,7 +314,8 @@ def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -
     for manifest in remote:
         for tensor in manifest.tensors:
             group = manifest.groups[tensor.group]
-            theirs.setdefault((tensor.layer, tensor.role), {})[_meaning(tensor, group)] = tensor, group
+            read = tensor.as_written(local)
+            theirs.setdefault((tensor.layer, tensor.role), {})[_meaning(read, group)] = read, group
     found: dict[Difference, list[str]] = {}
     for manifest in local:
         for tensor in manifest.tensors:
@@ -325,7 +326,7 @@ def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -
                 same = {k: v for k, v in peers.items() if (box_of(v[0].axes), v[1].share) == mine}
                 peers = same or peers
             for peer, peer_group in peers.values():
-                for difference in pair_differences(tensor, group, peer, peer_group):
+                for difference in pair_differences(tensor.as_written(remote), group, peer, peer_group):
                     names = found.setdefault(difference, [])
                     if (name := f"{tensor.layer} {tensor.role}") not in names[-1:]:
                         names.append(name)
@@ -345,7 +346,8 @@ def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
 
 _SAME_DTYPES = (
     "start both with the same --dtype, --kv-cache-dtype (of a drafter: in --speculative-config) and mamba "
-    "dtypes, weights with the same k_scale and v_scale, and fp8_e5m2 with the same --attention-backend"
+    "dtypes, weights with the same k_scale and v_scale, and fp8_e5m2 with the same --attention-backend; what reads "
+    "scales as powers of two needs a prefill without --prefill-context-parallel-size"
 )
 
 

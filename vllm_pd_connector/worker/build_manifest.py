@@ -28,6 +28,7 @@ from vllm_pd_connector.geometry.layouts.attention import PageView
 from vllm_pd_connector.geometry.layouts.recurrent import StatePage, state_tensors
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
+    READS_POWERS,
     Coordinates,
     Group,
     GroupKind,
@@ -155,6 +156,10 @@ def _elements(cache: LayerCache) -> str:
     other scales look alike and mean something else. Scales come with the weights, but those may be named by hand."""
     if cache.tensor.element_size() > 1:
         return cache.cache_dtype
+    return _scaled(cache) + (READS_POWERS if cache.facts.powers else "")
+
+
+def _scaled(cache: LayerCache) -> str:
     if cache.facts.per_head:
         return f"{cache.cache_dtype} times a scale of each head ({cache.facts.per_head})"
     if cache.facts.scales == (1.0, 1.0):

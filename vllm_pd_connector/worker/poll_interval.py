@@ -22,7 +22,7 @@ from __future__ import annotations
 
 FIRST_S = 0.000005
 WAKE_S = 0.00006
-"""What the kernel adds: its timers' slack of 50 us, unless no forward is disturbed (`forward_thread`), and the waking."""
+"""What the kernel adds: the waking and, unless no forward is disturbed (`forward_thread`), 50 us of timers' slack."""
 
 SHORTEST_S = 0.0001
 """Of a transfer that is not young any more: SHARE of its age would be longer."""

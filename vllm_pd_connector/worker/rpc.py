@@ -39,8 +39,8 @@ class PendingCalls:
             self._handlers[token] = handler
 
     def wait(self, wake: Wake, deadline: float | None, *, exact: bool = False) -> None:
-        """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short. `exact`: see
-        `sidechannel.waiting.sleep`."""
+        """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short; as
+        `exact` as `sidechannel.waiting.sleep` can."""
         self._receives = True
         self._receives = wait(self._client, wake, time.monotonic() if self._due else deadline, exact=exact)
 

@@ -31,6 +31,21 @@ def test_scales_of_heads_are_gathered_from_all_ranks(monkeypatch: pytest.MonkeyP
     assert layer_facts(config)[LAYER].per_head == ""
 
 
+@pytest.mark.parametrize(("model_type", "powers"), [("deepseek_v32", True), ("glm_moe_dsa", False)])
+def test_a_backend_says_how_it_reads_the_scales_within_pages(
+    model_type: str, powers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm120 import _kv_scale_format_for_model
+
+    told = SimpleNamespace(kv_scale_format=_kv_scale_format_for_model(model_type))
+    found = {LAYER: SimpleNamespace(impl=told), "other": SimpleNamespace()}
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: found)
+    monkeypatch.setattr(layers, "_backend", lambda _: "FLASHINFER_MLA_SPARSE_SM120")
+    monkeypatch.setattr(layers, "_stated_heads", lambda *_: 1)
+    config: Any = SimpleNamespace(speculative_config=None, model_config=None, cache_config=None)
+    assert [one.powers for one in layer_facts(config).values()] == [powers, False]
+
+
 @pytest.mark.parametrize(
     ("window", "name", "heads"),
     [(None, "model.layers.1.self_attn.attn", 4), (128, "model.layers.0.self_attn.attn", 8),

@@ -54,8 +54,8 @@ POOLED_ALIKE = frozenset({
 indexer's scales."""
 
 PLAIN_UNLESS_SHUFFLED = frozenset({"ROCM_AITER_UNIFIED_ATTN"})
-"""AMD's default beside a connector: `reshape_and_cache_flash` or a fused operator writes what a kernel reads by strides.
-With the variable that shuffles pages vLLM 0.33 has another writer on gfx1250."""
+"""AMD's default beside a connector: `reshape_and_cache_flash` or a fused operator writes what a kernel reads by
+strides. With the variable that shuffles pages vLLM 0.33 has another writer on gfx1250."""
 
 INLINE_SCALES = frozenset({"TRITON_ATTN"})
 """Backends that keep the scales of each token and head behind its K, and behind its V."""

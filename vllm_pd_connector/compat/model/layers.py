@@ -26,13 +26,14 @@ class LayerFacts:
     """The backend that reads and writes a layer's pages, the KV heads that the model's configuration states for it (0
     if it states none), and by what a K and a V of one byte are multiplied: `per_head` tells scales of single heads from
     others, on every rank alike; `scales` are then those of this rank's largest. `stored` says what elements of one byte
-    are where the cache dtype of the model does not."""
+    are where the cache dtype of the model does not; `powers`: scales within pages are read as powers of two."""
 
     backend: str
     kv_heads: int
     scales: tuple[float, float] = (1.0, 1.0)
     per_head: str = ""
     stored: str = ""
+    powers: bool = False
 
 
 UNKNOWN_LAYER = LayerFacts("unknown", 0)
@@ -60,9 +61,9 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
         heads = _stated_heads((drafter if name in drafted else None) or vllm_config.model_config, name, layer)
         told = scales_of_heads([rank[name] for rank in ranks], heads) if name in own else ""
         backend = _backend(layer)
-        facts[name] = LayerFacts(
-            backend, heads, _scales(layer), told, _stored(vllm_config, layer, backend, drafts=name in drafted)
-        )
+        stored = _stored(vllm_config, layer, backend, drafts=name in drafted)
+        powers = getattr(getattr(layer, "impl", None), "kv_scale_format", None) == "pow2_fp32"
+        facts[name] = LayerFacts(backend, heads, _scales(layer), told, stored, powers)
     return facts
 
 

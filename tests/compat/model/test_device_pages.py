@@ -1,4 +1,4 @@
-"""Pages of AMD's backends: which are plain, and which are moved whole."""
+"""Pages by the device whose backends write and read them: AMD's, plain and shuffled, and SM120's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from vllm.v1.attention.backends.rocm_aiter_unified_attn import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
-from tests.compat.model.test_attention_layers import FACTS, LAYER
+from tests.compat.model import test_attention_layers as layers
+from tests.compat.model.test_attention_layers import FACTS, LAYER, PACKED
 from vllm_pd_connector.compat.model import caches, facts
 from vllm_pd_connector.compat.model.layers import LayerFacts
 from vllm_pd_connector.compat.model.pages import Form, page_of
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.geometry.manifest import Coordinates, Manifest, Role
+from vllm_pd_connector.geometry.manifest import READS_POWERS, Coordinates, Manifest, Role
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.worker.build_manifest import build_manifest
@@ -83,3 +84,10 @@ def test_pages_in_planes_move_whole_between_instances_of_any_number_of_blocks(mo
 @pytest.mark.parametrize(("tp_size", "planes"), [(1, True), (2, False)], ids=["other TP", "other layout"])
 def test_pages_in_planes_move_to_no_other_form(tp_size: int, planes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check_pd_topology(instance(2, 4, True, monkeypatch), instance(tp_size, 4, planes, monkeypatch)).allowed
+
+
+@pytest.mark.parametrize("powers", [True, False])
+def test_who_reads_scales_as_powers_of_two_says_so(powers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "LayerFacts", lambda *given: LayerFacts(*given, powers=powers))
+    found = layers.instance(PACKED, 1, monkeypatch, backend="FLASHINFER_MLA_SPARSE_SM120")
+    assert [tensor.dtype.endswith(READS_POWERS) for m in found for tensor in m.tensors] == [powers]
