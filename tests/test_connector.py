@@ -106,6 +106,19 @@ def test_an_engine_that_outlives_a_failed_step_is_stopped():
             PDConnector(made, role, SimpleNamespace())
 
 
+@pytest.mark.parametrize(("value", "stops"), [("1", True), ("0", False), ("00", False)])
+def test_an_engine_that_makes_no_ids_of_its_own_is_stopped(value, stops, monkeypatch):
+    """The two legs of a request, and the prompts of a batch, are known by what it puts behind them."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", value)
+    made = engine(enable_sleep_mode=False)
+    if not stops:
+        PDConnector(made, KVConnectorRole.WORKER, SimpleNamespace()).shutdown()
+        return
+    for role in KVConnectorRole:
+        with pytest.raises(InvalidConfig, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is '1': requests of one id"):
+            PDConnector(made, role, SimpleNamespace())
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_conversations_of_a_model_that_looks_at_whole_prompts_stop_the_engine(alike):
     """HRM-Text: what a turn left was computed with no look at what the next prompt says."""

@@ -33,6 +33,7 @@ def require_served(config: VllmConfig, environ: Mapping[str, str] = os.environ) 
     require_caches_alone(config)
     require_prefills_that_end(config)
     require_steps_that_succeed(config)
+    require_ids_of_their_own(environ)
 
 
 def require_whole_shares(verify: str, size: int) -> None:
@@ -131,6 +132,26 @@ def require_steps_that_succeed(config: VllmConfig) -> None:
         raise InvalidConfig(
             "enable_fault_tolerance: an engine that goes on after a step has failed has lost what that step was to "
             "tell of receives, and would keep their blocks for good; serve without --enable-fault-tolerance"
+        )
+
+
+_SAME_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+
+
+def require_ids_of_their_own(environ: Mapping[str, str]) -> None:
+    """Refuse engines that take the ids of requests as they come. Behind the id that vLLM's server gives, its engine puts
+    digits by chance: by these a request is told from another of the same id, and from an id what the server added, by
+    which the legs of a request and the prompts of a batch know each other.
+
+    Raises:
+        InvalidConfig: the variable is set.
+
+    Source: vLLM 0.32, `InputProcessor.assign_request_id`.
+    """
+    if environ.get(_SAME_IDS, "0").strip().lstrip("0"):
+        raise InvalidConfig(
+            f"{_SAME_IDS} is {environ[_SAME_IDS]!r}: requests of one id would be taken for one another, as vLLM warns, "
+            "and the two legs of a request would not find each other; leave it out"
         )
 
 
