@@ -139,9 +139,9 @@ _SAME_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 
 
 def require_ids_of_their_own(environ: Mapping[str, str]) -> None:
-    """Refuse engines that take the ids of requests as they come. Behind the id that vLLM's server gives, its engine puts
-    digits by chance: by these a request is told from another of the same id, and from an id what the server added, by
-    which the legs of a request and the prompts of a batch know each other.
+    """Refuse engines that take the ids of requests as they come. Behind the id that vLLM's server gives its engine puts
+    digits by chance: they tell a request from another of the same id, and what the server added from the client's part,
+    by which the legs of a request and the prompts of a batch know each other.
 
     Raises:
         InvalidConfig: the variable is set.
