@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, FINISHED, PARAMS, break_off, info, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, PARAMS, break_off, info, streams
 from vllm_pd_connector.proxy.instance import InstanceRole
 
 TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
@@ -212,6 +212,40 @@ async def test_no_request_follows_an_instance_elsewhere(bench: Bench, status: in
     said = await bench.ask()
     assert said[0] == 502 and "elsewhere" in said[1]["error"]["message"]
     assert other.asked == []
+
+
+@pytest.mark.parametrize("status", [200, 503])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("application/json; charset=utf-8", "application/json; charset=utf-8"),
+        ("text/plain;charset=utf-8;x=1", "text/plain;charset=utf-8;x=1"),
+        (None, "application/octet-stream"),
+        ("text/plain; x=\udcff", "application/octet-stream"),
+    ],
+)
+@over_bench
+async def test_an_answer_keeps_its_type_whole(bench: Bench, said: str | None, told: str, status: int) -> None:
+    async def says(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        kind = b"" if said is None else b"Content-Type: " + said.encode(errors="surrogateescape") + b"\r\n"
+        request.transport.write(b"HTTP/1.1 %d X\r\n" % status + kind + b"Content-Length: 2\r\n\r\n{}")
+        request.transport.close()
+        return web.Response()
+
+    async def well(_request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/v1/models", says)
+    app.router.add_post("/v1/completions", says)
+    app.router.add_get("/{path:.*}", well)
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.serve(app)
+    await bench.route([prefill.url], [decode])
+    async with bench.client.post(bench.url, json={"prompt": "x"}) as response:
+        assert (response.status, response.headers["Content-Type"]) == (status, told)
+    async with bench.client.get(bench.url.replace("/completions", "/models")) as response:
+        assert (response.status, response.headers["Content-Type"]) == (status, told)
 
 
 @over_bench

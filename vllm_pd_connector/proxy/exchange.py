@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 LONGEST_END = 4
+UNKNOWN_TYPE = "application/octet-stream"
 PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
 client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
@@ -234,7 +235,7 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        raise InstanceRefusal(who, status, content, "application/json")
+        raise InstanceRefusal(who, status, content, {"Content-Type": "application/json"})
     check_finished(found, who)
     return error is not None
 
@@ -297,10 +298,22 @@ def named(role: InstanceRole, response: aiohttp.ClientResponse) -> str:
     return f"{role} instance {response.url.origin()}"
 
 
-def passed_on(status: int, content: bytes, content_type: str, request_id: str = "") -> web.Response:
-    """What an instance said, as it said it: also with a type that aiohttp does not let one choose."""
+def passed_on(status: int, content: bytes, headers: Mapping[str, str], request_id: str = "") -> web.Response:
+    """What an instance said, as it said it."""
+    return web.Response(status=status, body=content, headers=_kept(headers, request_id))
+
+
+def stream_for_client(headers: Mapping[str, str], request_id: str) -> web.StreamResponse:
+    """The same of a stream, before its first event."""
+    return web.StreamResponse(headers={**_kept(headers, request_id), "Cache-Control": "no-cache"})
+
+
+def _kept(headers: Mapping[str, str], request_id: str) -> Headers:
+    """Of an instance's headers its type, whole: of text without a charset clients guess one (`requests`: Latin-1).
+    aiohttp reads more than it writes."""
+    kind = headers.get("Content-Type", "")
     identity = {"X-Request-Id": request_id} if request_id else {}
-    return web.Response(status=status, body=content, headers={"Content-Type": content_type, **identity})
+    return {"Content-Type": kind if kind and kind.isascii() and kind.isprintable() else UNKNOWN_TYPE, **identity}
 
 
 def refuse(request_id: str, status: int, message: str) -> web.Response:

@@ -54,7 +54,7 @@ from vllm_pd_connector.proxy.instance import (
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from types import SimpleNamespace
 
     from vllm_pd_connector.proxy.choice import PromptPrefix
@@ -105,13 +105,13 @@ class Aborted(SentAgain, LegError):
 
 
 class InstanceRefusal(Exception):
-    """An instance answered with another status than 200; the client gets what it said."""
+    """An instance answered with another status than 200; the client gets what it said. Of `headers` its type counts."""
 
-    def __init__(self, who: str, status: int, content: bytes, content_type: str):
+    def __init__(self, who: str, status: int, content: bytes, headers: Mapping[str, str]):
         super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
         self.status = status
         self.content = content
-        self.content_type = content_type
+        self.headers = headers
 
 
 class Full(SentAgain, InstanceRefusal):
@@ -129,7 +129,7 @@ def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> 
     """
     if response.status != 200:
         kind = Full if is_full(response.status, content) else InstanceRefusal
-        raise kind(who, response.status, content, response.content_type)
+        raise kind(who, response.status, content, response.headers)
 
 
 @dataclass(frozen=True, slots=True)
