@@ -22,7 +22,7 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Aborted, Headers, InstanceRefusal, LegError
+from vllm_pd_connector.proxy.legs import Aborted, Full, Headers, InstanceRefusal, LegError, is_full
 from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
@@ -224,7 +224,8 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     whether it is one.
 
     Raises:
-        InstanceRefusal: the first event is an error.
+        Full, InstanceRefusal: the first event is an error. vLLM counts its queue twice, and the second time it has said
+            200 (`--max-num-queued-reqs`).
         LegError: a choice ended as in `check_finished`.
     """
     if b"error" not in event and b"abort" not in event:
@@ -235,7 +236,8 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        raise InstanceRefusal(who, status, content, {"Content-Type": "application/json"})
+        kind = Full if is_full(status, content) else InstanceRefusal
+        raise kind(who, status, content, {"Content-Type": "application/json"})
     check_finished(found, who)
     return error is not None
 

@@ -11,8 +11,8 @@ ours is asked last for a while. So is, until it answers one, who answers with on
 after another, as with weights that no prefill instance has: it is healthy, and fails at once.
 
 An instance that takes no more requests for now (vLLM's `--max-num-queued-reqs`, `--max-num-queued-tokens`) says so with
-503 before it has begun anything. That is no failure; the request is sent again to others, from its prefill on, because
-a decode instance that refuses has given back what it was to read. It is asked last for a second.
+503, to a stream also by its first event, before it has begun anything. That is no failure; the request is sent again to
+others, from its prefill on, because what a decode instance refuses is given back. It is asked last for a second.
 
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
