@@ -139,8 +139,8 @@ def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. `read_timeout` is the longest silence: for a prefill the whole computation, for a decode the gap
-    between bytes."""
+    """Seconds. `read_timeout` is the longest silence: for a prefill the wait in its queue and the whole computation,
+    for a decode's stream the gap between bytes, and for an answer that is not streamed the wait and all of it."""
 
     connect_timeout: float
     read_timeout: float

@@ -95,7 +95,11 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
     defaults = Options()
     for name, value, text in (
         ("connect-timeout", defaults.limits.connect_timeout, "for an instance to take a connection"),
-        ("read-timeout", defaults.limits.read_timeout, "longest silence of an instance"),
+        (
+            "read-timeout",
+            defaults.limits.read_timeout,
+            "longest silence of an instance; an answer that is not streamed is one from its queue to its end",
+        ),
         ("check-interval", defaults.check_interval, "between two health checks"),
         ("facts-interval", defaults.facts_interval, "after which an instance is asked anew what it is"),
         (
