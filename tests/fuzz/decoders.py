@@ -116,7 +116,7 @@ def use_params(value: Any) -> object:
 
 def use_body(content: bytes) -> object:
     """As the router reads a client's body, and sends it on."""
-    body, prefix = read_body(content.decode(errors="replace"))
+    body, prefix = read_body(content)
     return (
         prefix.keys,
         prefix.blocks and prefix.blocks.key(1, 1, adapter=False),

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, Instance, answers, info, stall, streams
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, PARAMS, Handler, Instance, answers, info, stall, streams
 from vllm_pd_connector.proxy.instance import ASKED_LAST_S, FAILS, Answers, InstanceRole
 
 DECODE, PREFILL = InstanceRole.DECODE, InstanceRole.PREFILL
@@ -18,6 +18,7 @@ FAILURES = {
     "a stream": streams(b'data: {"error": {"message": "no", "code": 500}}\n\n', b"data: [DONE]\n\n"),
     "a reason": answers({"choices": [{"text": "", "finish_reason": "error"}]}),
 }
+UNREADABLE = answers({"choices": [{"text": "a"}], "kv_transfer_params": PARAMS | {"remote_engine_id": "unreadable"}})
 ABORTS = answers({"choices": [{"text": "", "finish_reason": "abort"}]})
 
 
@@ -123,6 +124,91 @@ async def test_it_is_asked_as_before_when_it_has_answered_one(bench: Bench) -> N
     assert (len(broken.asked), len(other.asked)) == (before[0] + 2, before[1] + 2)
 
 
+async def unless_unreadable(request: web.Request) -> web.StreamResponse:
+    """A decode instance that is well, and cannot read what one prefill instance hands over."""
+    params = (await request.json())["kv_transfer_params"]
+    return await (FAILED if params["remote_engine_id"] == "unreadable" else DONE)(request)
+
+
+async def with_an_unreadable_one(bench: Bench, decodes: int, bad: Handler = UNREADABLE) -> list[Instance]:
+    """Two prefill instances, first the one whose caches nobody can read, and decode instances."""
+    prefills = [await bench.instance(handler) for handler in (bad, HANDS_OVER)]
+    others = [await bench.instance(unless_unreadable) for _ in range(decodes)]
+    await bench.route([one.url for one in prefills], [one.url for one in others])
+    return prefills + others
+
+
+@pytest.mark.parametrize("decodes", [1, 2, 3])
+@over_bench
+async def test_a_prefill_instance_whose_caches_nobody_can_read_is_asked_last(
+    bench: Bench, caplog: pytest.LogCaptureFixture, decodes: int
+) -> None:
+    bad, good, *others = await with_an_unreadable_one(bench, decodes)
+    told = [(await bench.ask())[0] for _ in range(20)]
+    assert (told.count(500), told.count(200)) == (FAILS, 20 - FAILS) and told[-10:] == [200] * 10
+    assert (len(bad.asked), len(good.asked)) == (FAILS, 20 - FAILS)
+    assert all(len(one.asked) >= 20 // decodes - 2 for one in others), "they are well"
+    [said] = [record.getMessage() for record in caplog.records if "in a row" in record.getMessage()]
+    assert said.startswith(f"prefill instance {bad.url}: decode instances have failed with what it handed over")
+
+
+@over_bench
+async def test_a_prefill_instance_is_not_blamed_for_a_decode_instance(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not where it met that one each time, nor where many of its requests fail there at once."""
+    prefills = [await bench.instance(HANDS_OVER) for _ in range(2)]
+    broken, other = await bench.instance(FAILED), await bench.instance(DONE)
+    await bench.route([one.url for one in prefills], [broken.url, other.url])
+    for _ in range(3):
+        await asyncio.gather(*(bench.ask() for _ in range(6 * FAILS)))
+    told = [(await bench.ask())[0] for _ in range(10)]
+    assert told == [200] * 10 and len(broken.asked) >= FAILS
+    assert f"decode instance {broken.url} has failed" in caplog.text and "handed over" not in caplog.text
+    assert abs(len(prefills[0].asked) - len(prefills[1].asked)) <= 1
+
+
+@over_bench
+async def test_what_a_prefill_instance_hands_over_is_tried_again_after_a_while(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    healed = asyncio.Event()
+
+    async def heals(request: web.Request) -> web.StreamResponse:
+        return await (HANDS_OVER if healed.is_set() else UNREADABLE)(request)
+
+    bad, good, *_ = await with_an_unreadable_one(bench, 2, heals)
+    for _ in range(10):
+        await bench.ask()
+    for trial in (1, 2):
+        [answers] = [one.answers for one in bench.router.fleet.usable(PREFILL) if one.url == bad.url]
+        answers._next_at[PREFILL] = 0.0  # as after a while
+        if trial == 2:
+            healed.set()
+        assert (await bench.ask())[0] == (200 if trial == 2 else 500) and len(bad.asked) == FAILS + trial
+        if trial == 1:
+            assert [(await bench.ask())[0] for _ in range(3)] == [200] * 3 and len(bad.asked) == FAILS + trial
+    assert f"answered again with what prefill instance {bad.url} handed over" in caplog.text
+    before = len(good.asked)
+    assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4
+    assert (len(bad.asked), len(good.asked)) == (FAILS + 4, before + 2)
+
+
+@over_bench
+async def test_who_has_prefilled_itself_what_it_fails_to_decode_is_not_blamed_for_handing_it_over(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def prefills(request: web.Request) -> web.StreamResponse:
+        params = (await request.json())["kv_transfer_params"]
+        return await (HANDS_OVER if params.get("do_remote_decode") else FAILED)(request)
+
+    alone = await bench.instance(prefills, info(role="kv_both", mode="pull"))
+    await bench.route(instances=[alone.url])
+    assert [(await bench.ask())[0] for _ in range(FAILS)] == [500] * FAILS
+    assert f"decode instance {alone.url} has failed" in caplog.text and "handed over" not in caplog.text
+
+
 @over_bench
 async def test_another_process_at_its_address_is_asked_as_any(bench: Bench) -> None:
     says = info(role="kv_consumer", mode="pull", engine_id="d-0")
@@ -147,6 +233,18 @@ def test_one_that_fails_gets_one_request_in_a_while() -> None:
     assert told.fails(DECODE, 2 * ASKED_LAST_S - 1.0)
     assert told.answered(DECODE) and not told.fails(DECODE, ASKED_LAST_S)
     assert not told.answered(DECODE), "it is said once"
+
+
+def test_what_one_hands_over_fails_when_two_have_said_so_or_none_else_can() -> None:
+    told = Answers()
+    assert [told.unread("a", 0.0, others=True) for _ in range(2 * FAILS)] == [False] * (2 * FAILS)
+    told.answered(PREFILL)
+    assert [told.unread("b", 0.0, others=True) for _ in range(2)] == [True, False], "its own answers do not count"
+    assert told.asked_last(PREFILL, 1.0) and not told.asked_last(DECODE, 1.0)
+    told.answered(PREFILL)
+    assert told.asked_last(PREFILL, 1.0) and not told.asked_last(PREFILL, ASKED_LAST_S)
+    assert told.read() and not told.asked_last(PREFILL, 1.0) and not told.read() and not told.unread_by
+    assert [told.unread("a", 0.0, others=False) for _ in range(FAILS)] == [False] * (FAILS - 1) + [True]
 
 
 def test_one_may_fail_in_one_role_alone() -> None:

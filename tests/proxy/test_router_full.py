@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info, streams
 from vllm_pd_connector.proxy.instance import FAILS, FULL_S, Answers, InstanceRole
 
 WORDS = (
     "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 )
-FULL = answers({"error": {"message": WORDS, "type": "ServiceUnavailableError", "code": 503}}, status=503)
+SAYS = {"error": {"message": WORDS, "type": "ServiceUnavailableError", "code": 503}}
+FULL = answers(SAYS, status=503)
+FULL_DECODES = {"a status": FULL, "a stream": streams(f"data: {json.dumps(SAYS)}\n\n".encode(), b"data: [DONE]\n\n")}
+"""How a decode instance says so: to a stream also by its first event, behind status 200."""
 UPSTREAM = answers({"error": {"message": "upstream connect error", "code": 503}}, status=503)
 
 
@@ -26,10 +30,11 @@ async def test_another_prefill_instance_gets_what_a_full_one_does_not_take(bench
     assert len(other.asked) == len(decode.asked) == 2 * FAILS
 
 
+@pytest.mark.parametrize("says", FULL_DECODES)
 @over_bench
-async def test_what_a_full_decode_instance_does_not_take_is_prefilled_again(bench: Bench) -> None:
+async def test_what_a_full_decode_instance_does_not_take_is_prefilled_again(bench: Bench, says: str) -> None:
     """It has given back what the first prefill held."""
-    prefill, full, other = [await bench.instance(handler) for handler in (HANDS_OVER, FULL, DONE)]
+    prefill, full, other = [await bench.instance(handler) for handler in (HANDS_OVER, FULL_DECODES[says], DONE)]
     await bench.route([prefill.url], [full.url, other.url])
     assert (await bench.ask())[0] == 200
     assert (len(prefill.asked), len(full.asked), len(other.asked)) == (2, 1, 1)
@@ -49,12 +54,12 @@ async def test_a_full_decode_instance_has_told_its_connector_of_what_is_given_ba
     assert ("is held until its lease ends" not in caplog.text) is told
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(("leg", "says"), [("prefill", "a status"), ("decode", "a status"), ("decode", "a stream")])
 @over_bench
 async def test_where_all_are_full_the_client_is_told_so_and_none_counts_as_failing(
-    bench: Bench, caplog: pytest.LogCaptureFixture, leg: str
+    bench: Bench, caplog: pytest.LogCaptureFixture, leg: str, says: str
 ) -> None:
-    legs = (FULL, DONE) if leg == "prefill" else (HANDS_OVER, FULL)
+    legs = (FULL, DONE) if leg == "prefill" else (HANDS_OVER, FULL_DECODES[says])
     prefill, decode = await bench.pair(*legs)
     for _ in range(2 * FAILS):
         status, answer, _ = await bench.ask()

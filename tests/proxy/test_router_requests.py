@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, FINISHED, PARAMS, break_off, info, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, PARAMS, break_off, info, streams
 from vllm_pd_connector.proxy.instance import InstanceRole
 
 TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
 HANDED_OVER = {"choices": [{"text": "a"}], "kv_transfer_params": PARAMS}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"n": 2}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"n": 2}', b"\xff\xfe", b'{"prompt": "\xfc"}'])
 @over_bench
 async def test_a_bad_body_is_400_and_reaches_no_instance(bench: Bench, content: bytes) -> None:
     prefill, decode = await bench.pair()
@@ -29,13 +29,17 @@ async def test_a_bad_body_is_400_and_reaches_no_instance(bench: Bench, content: 
     assert prefill.asked == decode.asked == []
 
 
+@pytest.mark.parametrize("charset", ["", "; charset=none-such", "; charset=undefined", "; charset=iso-8859-1"])
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
 @over_bench
-async def test_a_body_of_an_unknown_charset_is_400(bench: Bench) -> None:
-    await bench.route()
-    headers = {"Content-Type": "application/json; charset=none-such"}
-    async with bench.client.post(bench.url, data=b"{}", headers=headers) as response:
-        assert response.status == 400
-        assert "none-such" in (await response.json())["error"]["message"]
+async def test_a_body_is_read_by_its_bytes_as_at_an_instance_whatever_charset_it_names(
+    bench: Bench, coding: str, charset: str
+) -> None:
+    prefill, decode = await bench.pair()
+    content, headers = '{"prompt": "ü"}'.encode(coding), {"Content-Type": f"application/json{charset}"}
+    async with bench.client.post(bench.url, data=content, headers=headers) as response:
+        assert response.status == 200
+    assert prefill.asked[0]["prompt"] == decode.asked[0]["prompt"] == "ü"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,6 @@ async def test_a_body_of_an_unknown_charset_is_400(bench: Bench) -> None:
     [
         b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
         b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n",
-        b"Content-Type: application/json; charset=undefined\r\nContent-Length: 2\r\n\r\n{}",
     ],
 )
 @over_bench
@@ -212,6 +215,40 @@ async def test_no_request_follows_an_instance_elsewhere(bench: Bench, status: in
     said = await bench.ask()
     assert said[0] == 502 and "elsewhere" in said[1]["error"]["message"]
     assert other.asked == []
+
+
+@pytest.mark.parametrize("status", [200, 503])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("application/json; charset=utf-8", "application/json; charset=utf-8"),
+        ("text/plain;charset=utf-8;x=1", "text/plain;charset=utf-8;x=1"),
+        (None, "application/octet-stream"),
+        ("text/plain; x=\udcff", "application/octet-stream"),
+    ],
+)
+@over_bench
+async def test_an_answer_keeps_its_type_whole(bench: Bench, said: str | None, told: str, status: int) -> None:
+    async def says(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        kind = b"" if said is None else b"Content-Type: " + said.encode(errors="surrogateescape") + b"\r\n"
+        request.transport.write(b"HTTP/1.1 %d X\r\n" % status + kind + b"Content-Length: 2\r\n\r\n{}")
+        request.transport.close()
+        return web.Response()
+
+    async def well(_request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/v1/models", says)
+    app.router.add_post("/v1/completions", says)
+    app.router.add_get("/{path:.*}", well)
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.serve(app)
+    await bench.route([prefill.url], [decode])
+    async with bench.client.post(bench.url, json={"prompt": "x"}) as response:
+        assert (response.status, response.headers["Content-Type"]) == (status, told)
+    async with bench.client.get(bench.url.replace("/completions", "/models")) as response:
+        assert (response.status, response.headers["Content-Type"]) == (status, told)
 
 
 @over_bench

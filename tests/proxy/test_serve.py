@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, LIMIT, streams
 from vllm_pd_connector.arguments import base_url
 from vllm_pd_connector.proxy.router import Router
-from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of, run
+from vllm_pd_connector.proxy.serve import MAX_HEADER, _serve, add_arguments, options_of, run, without_headers
 
 STARTS_WITHIN = 60.0
 END = b"data: [DONE]\n\n"
@@ -102,6 +103,43 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             assert process.wait(STARTS_WITHIN) == 0
         finally:
             process.kill()
+
+
+def test_long_headers_are_taken_and_what_is_too_long_is_not_in_the_log() -> None:
+    """As a token with many claims, or a client's certificate that a gateway passes on."""
+    places = [free_port(), free_port()]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_pd_connector.proxy",
+        "--port",
+        str(places[0]),
+        "--admin-port",
+        str(places[1]),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for port, status in zip(places, (503, 200), strict=True):
+                url = f"http://127.0.0.1:{port}/{'health' if port == places[0] else 'instances'}"
+                assert _get(url)[0] == status
+                for length, told in ((MAX_HEADER - 100, status), (MAX_HEADER + 100, 400)):
+                    assert _get(url, Authorization=f"Bearer {'secret' * (length // 6)}")[0] == told
+                assert _get(f"{url}?{'secret' * ((MAX_HEADER - 100) // 6)}")[0] == status
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            said = process.stderr.read()
+        finally:
+            process.kill()
+    assert said.count("Error handling request from 127.0.0.1: LineTooLong, answered with 400") == 2
+    assert "secret" not in said and "Traceback" not in said
+
+
+def test_what_fails_within_the_router_s_server_is_logged_whole() -> None:
+    try:
+        raise ValueError("defect")
+    except ValueError:
+        record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 1, "Error of %s", ("x",), sys.exc_info())
+    assert without_headers(record) and record.exc_info is not None and record.levelno == logging.ERROR
 
 
 def test_the_command_ends_when_it_is_told_to_though_an_instance_does_not_answer_at_its_start() -> None:
@@ -216,12 +254,12 @@ async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -
             router.kill()
 
 
-def _get(url: str) -> tuple[int, str]:
+def _get(url: str, **headers: str) -> tuple[int, str]:
     """Status and text, from the time on at which somebody listens."""
-    deadline = time.monotonic() + STARTS_WITHIN
+    deadline, asked = time.monotonic() + STARTS_WITHIN, urllib.request.Request(url, headers=headers)
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=STARTS_WITHIN) as answer:
+            with urllib.request.urlopen(asked, timeout=STARTS_WITHIN) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

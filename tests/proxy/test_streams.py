@@ -61,6 +61,14 @@ async def test_behind_some_of_the_answer_it_is_an_error_event(bench: Bench) -> N
 
 
 @over_bench
+async def test_a_stream_keeps_its_type_with_the_charset(bench: Bench) -> None:
+    """Without it `requests` takes text for Latin-1, and so garbles all that is not ASCII."""
+    await bench.pair(decode=streams(TEXT.replace(b'"a"', '"ü"'.encode()), FINISHED, END))
+    _, text, headers = await bench.ask({"prompt": "x", "stream": True})
+    assert headers["Content-Type"] == "text/event-stream; charset=utf-8" and '"ü"' in text
+
+
+@over_bench
 async def test_a_chat_that_fails_at_once_is_a_status_though_its_opening_came_first(bench: Bench) -> None:
     error = {"error": {"message": "its caches did not come", "code": 500}}
     _, decode = await bench.pair(decode=streams(OPENING, f"data: {json.dumps(error)}\n\n".encode(), END))

@@ -22,7 +22,7 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Aborted, Headers, InstanceRefusal, LegError
+from vllm_pd_connector.proxy.legs import Aborted, Full, Headers, InstanceRefusal, LegError, is_full
 from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 LONGEST_END = 4
+UNKNOWN_TYPE = "application/octet-stream"
 PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
 client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
@@ -82,17 +83,17 @@ async def read_exchange(request: web.Request, request_id: str, started: float, t
     """
     if not REQUEST_ID.fullmatch(request_id):
         raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
-    body, prefix = read_body(await _text(request))
+    body, prefix = read_body(await _content(request))
     passed = {name: ",".join(request.headers.getall(name)) for name in PASSED_ON if name in request.headers}
     headers = {"X-Request-Id": request_id, **credentials(request), **passed}
     return Exchange(request, request_id, body, prefix, headers, started, trace)
 
 
-async def _text(request: web.Request) -> str:
-    """The body; unlike aiohttp's `text`, the request does not keep it until it has been answered.
+async def _content(request: web.Request) -> bytearray:
+    """The body; unlike aiohttp's `read`, the request does not keep it until it has been answered.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not compressed, or cut into chunks, as its headers say.
         HTTPRequestEntityTooLarge: as aiohttp's.
     """
     content, most = bytearray(), request.client_max_size
@@ -101,9 +102,8 @@ async def _text(request: web.Request) -> str:
             content += chunk
             if len(content) > most:
                 raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(content))
-        return content.decode(request.charset or "utf-8")
-    # The second is for a charset that nobody knows, the third for content that is not compressed as its header says.
-    except (UnicodeError, LookupError, web.RequestPayloadError) as error:
+        return content
+    except web.RequestPayloadError as error:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
@@ -113,14 +113,16 @@ def credentials(request: web.Request) -> Headers:
     return {name: request.headers[name]} if name in request.headers else {}
 
 
-def read_body(text: str) -> tuple[Body, PromptPrefix]:
-    """A client's body, and by what its prompt's beginning is known.
+def read_body(content: bytes | bytearray) -> tuple[Body, PromptPrefix]:
+    """A client's body, and by what its prompt's beginning is known. JSON has no charset (RFC 8259, 8.1 and 11): as
+    vLLM's server does, none that a header names is looked at, and besides UTF-8 with or without a mark UTF-16 and
+    UTF-32 are read.
 
     Raises:
         ProtocolError: no JSON that Python can read (also not numbers of thousands of digits), or not to be handed over.
     """
     try:
-        body = check_client_body(json.loads(text))
+        body = check_client_body(json.loads(content))
         return body, prompt_prefix(body)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
@@ -223,7 +225,8 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     whether it is one.
 
     Raises:
-        InstanceRefusal: the first event is an error.
+        Full, InstanceRefusal: the first event is an error. vLLM counts its queue twice, and the second time it has said
+            200 (`--max-num-queued-reqs`).
         LegError: a choice ended as in `check_finished`.
     """
     if b"error" not in event and b"abort" not in event:
@@ -234,7 +237,8 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        raise InstanceRefusal(who, status, content, "application/json")
+        kind = Full if is_full(status, content) else InstanceRefusal
+        raise kind(who, status, content, {"Content-Type": "application/json"})
     check_finished(found, who)
     return error is not None
 
@@ -297,10 +301,22 @@ def named(role: InstanceRole, response: aiohttp.ClientResponse) -> str:
     return f"{role} instance {response.url.origin()}"
 
 
-def passed_on(status: int, content: bytes, content_type: str, request_id: str = "") -> web.Response:
-    """What an instance said, as it said it: also with a type that aiohttp does not let one choose."""
+def passed_on(status: int, content: bytes, headers: Mapping[str, str], request_id: str = "") -> web.Response:
+    """What an instance said, as it said it."""
+    return web.Response(status=status, body=content, headers=_kept(headers, request_id))
+
+
+def stream_for_client(headers: Mapping[str, str], request_id: str) -> web.StreamResponse:
+    """The same of a stream, before its first event."""
+    return web.StreamResponse(headers={**_kept(headers, request_id), "Cache-Control": "no-cache"})
+
+
+def _kept(headers: Mapping[str, str], request_id: str) -> Headers:
+    """Of an instance's headers its type, whole: of text without a charset clients guess one (`requests`: Latin-1).
+    aiohttp reads more than it writes."""
+    kind = headers.get("Content-Type", "")
     identity = {"X-Request-Id": request_id} if request_id else {}
-    return web.Response(status=status, body=content, headers={"Content-Type": content_type, **identity})
+    return {"Content-Type": kind if kind and kind.isascii() and kind.isprintable() else UNKNOWN_TYPE, **identity}
 
 
 def refuse(request_id: str, status: int, message: str) -> web.Response:

@@ -107,13 +107,17 @@ class Wait:
 class Answers:
     """Why an instance is asked only where there is no other: it has aborted a request, which it does for a while, or
     `FAILS` answers in a row have said that it failed. That one gets a request in `ASKED_LAST_S`, and is asked as before
-    when it has answered one. It may fail in one role alone. Or it has just taken no more requests, which is no failure.
-    `now` is seconds of the monotonic clock."""
+    when it has answered one. It may fail in one role alone. What decode instances fail with, of all that a prefill
+    instance hands over with good answers, is counted by itself: they alone tell. Or it has just taken no more requests,
+    which is no failure. `now` is seconds of the monotonic clock."""
 
     _aborts_until: float = -math.inf
     _full_until: float = -math.inf
     _failed: Counter[InstanceRole] = field(default_factory=Counter)
     _next_at: dict[InstanceRole, float] = field(default_factory=dict)
+    _unread: int = 0
+    unread_by: frozenset[str] = frozenset()
+    """URLs of decode instances that have failed with what it handed over since one has answered."""
 
     def aborted(self, now: float) -> None:
         self._aborts_until = now + ASKED_LAST_S
@@ -137,8 +141,23 @@ class Answers:
         """It has answered a request well. Returns whether it was asked last for its failures."""
         return self._failed.pop(role, 0) >= FAILS
 
+    def unread(self, by: str, now: float, *, others: bool) -> bool:
+        """A decode instance has failed with what was handed over, and it may be the one to blame: with `others` to ask,
+        it alone does not have this one asked last. Returns as `failed`."""
+        before, self.unread_by = self._unread, self.unread_by | {by}
+        if before < FAILS - 1 or len(self.unread_by) > 1 or not others:
+            self._unread += 1
+        self._next_at[InstanceRole.PREFILL] = now + ASKED_LAST_S
+        return before < FAILS <= self._unread
+
+    def read(self) -> bool:
+        """A decode instance has answered well with what was handed over. Returns as `answered`."""
+        before, self._unread, self.unread_by = self._unread, 0, frozenset()
+        return before >= FAILS
+
     def fails(self, role: InstanceRole, now: float) -> bool:
-        return self._failed[role] >= FAILS and now < self._next_at[role]
+        count = max(self._failed[role], self._unread) if role is InstanceRole.PREFILL else self._failed[role]
+        return count >= FAILS and now < self._next_at[role]
 
     def asked_last(self, role: InstanceRole, now: float) -> bool:
         return self.aborts(now) or self.is_full(now) or self.fails(role, now)

@@ -10,9 +10,14 @@ _reject_add_in_shutdown`), until what it has is done. It would be the least busy
 ours is asked last for a while. So is, until it answers one, who answers with one failure of its own (500 and above)
 after another, as with weights that no prefill instance has: it is healthy, and fails at once.
 
+A prefill instance whose caches nobody can read (its side channel is cut off, it has other weights than all) answers
+well each time, and it is decode that fails. So a decode's failure counts against both. That the prefill is to blame is
+believed when a second decode instance has failed with what it handed over, which is asked next, or where there is none.
+Then it is asked last until a decode instance answers with what it handed over; its own answers do not count for that.
+
 An instance that takes no more requests for now (vLLM's `--max-num-queued-reqs`, `--max-num-queued-tokens`) says so with
-503 before it has begun anything. That is no failure; the request is sent again to others, from its prefill on, because
-a decode instance that refuses has given back what it was to read. It is asked last for a second.
+503, to a stream also by its first event, before it has begun anything. That is no failure; the request is sent again to
+others, from its prefill on, because what a decode instance refuses is given back. It is asked last for a second.
 
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
@@ -54,7 +59,7 @@ from vllm_pd_connector.proxy.instance import (
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from types import SimpleNamespace
 
     from vllm_pd_connector.proxy.choice import PromptPrefix
@@ -105,13 +110,13 @@ class Aborted(SentAgain, LegError):
 
 
 class InstanceRefusal(Exception):
-    """An instance answered with another status than 200; the client gets what it said."""
+    """An instance answered with another status than 200; the client gets what it said. Of `headers` its type counts."""
 
-    def __init__(self, who: str, status: int, content: bytes, content_type: str):
+    def __init__(self, who: str, status: int, content: bytes, headers: Mapping[str, str]):
         super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
         self.status = status
         self.content = content
-        self.content_type = content_type
+        self.headers = headers
 
 
 class Full(SentAgain, InstanceRefusal):
@@ -129,13 +134,13 @@ def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> 
     """
     if response.status != 200:
         kind = Full if is_full(response.status, content) else InstanceRefusal
-        raise kind(who, response.status, content, response.content_type)
+        raise kind(who, response.status, content, response.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. `read_timeout` is the longest silence: for a prefill the whole computation, for a decode the gap
-    between bytes."""
+    """Seconds. `read_timeout` is the longest silence: for a prefill the wait in its queue and the whole computation,
+    for a decode's stream the gap between bytes, and for an answer that is not streamed the wait and all of it."""
 
     connect_timeout: float
     read_timeout: float
@@ -209,7 +214,7 @@ class Legs:
                         require_here(role, instance, response)
                         yield response, wait
                         if not request.told:
-                            _note_answer(role, instance)
+                            self._note_answer(role, instance, request)
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if is_our_own(error):  # each instance would be taken for one that refuses, until none is left
@@ -224,7 +229,7 @@ class Legs:
                         502, f"{role} instance {instance.url} ends: nobody listens there, {answered}"
                     ) from error
                 silence = f"{self._limits.read_timeout:g} s"
-                _note_failure(role, instance, 504)
+                self._note_failure(role, instance, request, 504)
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
             except Aborted as error:
                 instance.answers.aborted(now := time.monotonic())
@@ -236,11 +241,11 @@ class Legs:
                 error.elsewhere = any(not other.answers.asked_last(role, now) for other in self._fleet.usable(role))
                 raise
             except (LegError, InstanceRefusal) as error:
-                _note_failure(role, instance, error.status)
+                self._note_failure(role, instance, request, error.status)
                 raise
             except aiohttp.ClientError as error:
                 self._fleet.suspect()
-                _note_failure(role, instance, 502)
+                self._note_failure(role, instance, request, 502)
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
         raise unreachable(self._fleet, role)
 
@@ -272,25 +277,44 @@ class Legs:
         ending = without | {one.url for one in usable if one.answers.aborts(now)}
         failing = ending | {one.url for one in usable if one.answers.asked_last(role, now)}
         own = {request.prefilled_at} if role is InstanceRole.DECODE else set()
+        if (prefill := self._prefill_of(role, request)) is not None:  # another shows which of the two it is
+            own |= prefill.answers.unread_by
         avoided = (failing | own, failing, ending, without)
         tries = (self._fleet.choose(role, request.prefix, urls) for urls in avoided)
         if (found := next((found for found in tries if found is not None), None)) is not None:
             found.answers.chosen(role, now)
         return found
 
+    def _note_failure(self, role: InstanceRole, instance: Instance, request: Sent, status: int) -> None:
+        """An instance has failed with this status, or so that the client gets it. 501 is vLLM's for what its model does
+        not do, and tells of the request as those below 500 do."""
+        if status < 500 or status == 501:
+            return
+        if instance.answers.failed(role, now := time.monotonic()):
+            logger.warning("%s instance %s has failed %d times in a row: asked last until it answers", role,
+                           instance.url, FAILS)  # fmt: skip
+        if (prefill := self._prefill_of(role, request, instance)) is not None:
+            known = (instance.url, prefill.url)
+            found = [one.answers for one in self._fleet.usable(role) if one.url not in known]
+            others = any(not one.fails(role, now) and not one.aborts(now) for one in found)
+            if prefill.answers.unread(instance.url, now, others=others):
+                logger.warning("prefill instance %s: decode instances have failed with what it handed over %d times "
+                               "in a row: asked last until one answers; see their logs for why", prefill.url,
+                               FAILS)  # fmt: skip
 
-def _note_failure(role: InstanceRole, instance: Instance, status: int) -> None:
-    """An instance has failed with this status, or so that the client gets it. 501 is vLLM's for what its model does
-    not do, and tells of the request as those below 500 do."""
-    if status >= 500 and status != 501 and instance.answers.failed(role, time.monotonic()):
-        logger.warning("%s instance %s has failed %d times in a row: asked last until it answers", role, instance.url,
-                       FAILS)  # fmt: skip
+    def _note_answer(self, role: InstanceRole, instance: Instance, request: Sent) -> None:
+        """An instance has answered a request."""
+        if instance.answers.answered(role):
+            logger.info("%s instance %s answers again", role, instance.url)
+        if (prefill := self._prefill_of(role, request, instance)) is not None and prefill.answers.read():
+            logger.info("a decode instance has answered again with what prefill instance %s handed over", prefill.url)
 
-
-def _note_answer(role: InstanceRole, instance: Instance) -> None:
-    """An instance has answered a request."""
-    if instance.answers.answered(role):
-        logger.info("%s instance %s answers again", role, instance.url)
+    def _prefill_of(self, role: InstanceRole, request: Sent, reader: Instance | None = None) -> Instance | None:
+        """Whose caches a decode leg reads, None where it reads none: `reader` has prefilled them itself."""
+        if role is not InstanceRole.DECODE or (reader is not None and reader.url == request.prefilled_at):
+            return None
+        usable = self._fleet.usable(InstanceRole.PREFILL)
+        return next((one for one in usable if one.url == request.prefilled_at), None)
 
 
 def unreachable(fleet: Fleet, role: InstanceRole) -> LegError:

@@ -39,6 +39,7 @@ from vllm_pd_connector.proxy.exchange import (
     passed_on,
     read_exchange,
     refuse,
+    stream_for_client,
     to_client,
     told_if_it_failed,
     whole_answer,
@@ -164,7 +165,7 @@ class Router:
             status = 502 if isinstance(error, ProtocolError) else error.status
             if exchange.answer is None and isinstance(error, InstanceRefusal):
                 logger.warning("request %s: %s", request_id, error)
-                return passed_on(status, error.content, error.content_type, request_id)
+                return passed_on(status, error.content, error.headers, request_id)
             if exchange.answer is None:
                 return refuse(request_id, status, str(error))
             logger.warning("request %s: after the first byte: %s", request_id, error)
@@ -321,7 +322,7 @@ class Router:
                 require_good(who, response, content)
                 answer = whole_answer(content, who)
                 exchange.turn.ended(name, answer)
-                return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)
+                return passed_on(200, for_client(content, answer, who), response.headers, exchange.request_id)
         except (LegError, InstanceRefusal, asyncio.CancelledError) as error:
             if exchange.answer is None and (held or not isinstance(error, asyncio.CancelledError)):  # the client leaves
                 exchange.given_back = self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
@@ -331,8 +332,7 @@ class Router:
         self, exchange: Exchange, response: aiohttp.ClientResponse, wait: Wait, name: str
     ) -> web.StreamResponse:
         """Pass events on as they come."""
-        kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, **kind})
+        answer = stream_for_client(response.headers, exchange.request_id)
         passage, silence = Passage(named(InstanceRole.DECODE, response)), self._options.limits.read_timeout
         async for event in whole_events(response.content.iter_any()):
             if not event.startswith(b":"):  # a comment comes whether the engine lives or not
@@ -375,7 +375,7 @@ class Router:
                 asked = self._session.get(where, headers=credentials(request), timeout=limit, allow_redirects=False)
                 async with asked as response:
                     require_here(InstanceRole.DECODE, instance, response)
-                    return passed_on(response.status, await response.read(), response.content_type)
+                    return passed_on(response.status, await response.read(), response.headers)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if is_our_own(error):
                     return refuse("-", 503, f"the router has no connection left to give: {error}; see ulimit -n")

@@ -23,6 +23,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_pd_connector.arguments import base_url, count, listening_port, seconds
 from vllm_pd_connector.errors import InvalidConfig
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 FILES, WAITING = 65535, 2048
 """Open files, and connections that wait to be taken: as vLLM's server has them."""
+MAX_HEADER = 65536
+"""Bytes of a request's line and of each header: tokens and clients' certificates need more than aiohttp's 8190."""
 IDLE_CLIENT_S = 75.0
 """For so long a client's connection without a request is kept."""
 TWICE_S = 1.0
@@ -92,7 +95,11 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
     defaults = Options()
     for name, value, text in (
         ("connect-timeout", defaults.limits.connect_timeout, "for an instance to take a connection"),
-        ("read-timeout", defaults.limits.read_timeout, "longest silence of an instance"),
+        (
+            "read-timeout",
+            defaults.limits.read_timeout,
+            "longest silence of an instance; an answer that is not streamed is one from its queue to its end",
+        ),
         ("check-interval", defaults.check_interval, "between two health checks"),
         ("facts-interval", defaults.facts_interval, "after which an instance is asked anew what it is"),
         (
@@ -181,6 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; returns the exit code: 2 if it cannot listen."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("vllm_pd_connector").setLevel(arguments.log_level.upper())  # and not the libraries'
+    logging.getLogger("aiohttp.server").addFilter(without_headers)
     if arguments.kv_events and arguments.policy != "kv-events":
         logger.error("--kv-events: nobody listens with --policy %s; give --policy kv-events", arguments.policy)
         return 2
@@ -196,6 +204,16 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(_serve(arguments))
     except KeyboardInterrupt:
         return 130
+
+
+def without_headers(record: logging.LogRecord) -> bool:
+    """Of a request that cannot be read, as with too long a header, one line without what it says: it may be a key.
+    aiohttp logs a traceback, and the beginning of the header in it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.args = f"{record.getMessage()}: %s, answered with 400", (type(error).__name__,)
+        record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+    return True
 
 
 def _allow_files() -> None:
@@ -289,7 +307,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     limit = arguments.shutdown_timeout / 2  # aiohttp waits for handlers twice as long before it cancels them
     # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
     settings: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "shutdown_timeout": limit}
-    settings["keepalive_timeout"] = IDLE_CLIENT_S
+    settings |= {"keepalive_timeout": IDLE_CLIENT_S, "max_line_size": MAX_HEADER, "max_field_size": MAX_HEADER}
     runners = [web.AppRunner(app, **settings) for app, _, _ in places]
     servers: list[asyncio.Server] = []
     listening = asyncio.create_task(_listen(runners, [place[1:] for place in places], servers))
