@@ -5,7 +5,8 @@ staged transfer is a `Stream` of chunks (`geometry.staging.chunks`): each takes 
 it back in the end. Between, a chunk that reads is read into its slot and copied to where its bytes belong; one that
 writes is copied out of the cache into its slot and written from there. A stream has at most four chunks under way, so
 that some are moved while another is copied, and streams with fewer go first. When the buffer is full, streams wait, and
-their deadlines run on. One instance never holds more than half of it, so that a frozen one does not stop others.
+their deadlines run on. One instance never has chunks in more than half of its sections (`buffer`), so that a frozen one
+does not stop others.
 
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
 What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
@@ -21,7 +22,6 @@ All of it runs in the transfer thread, in slices of about a millisecond. Figures
 from __future__ import annotations
 
 import time
-from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -79,11 +79,10 @@ class Stager:
 
     def __init__(self, transport: Transport, segments: Sequence[Segment], length: int, *, states: bool = False) -> None:
         self._transport = transport
-        # A chunk of the largest size must fit beside the gaps that smaller ones leave.
         self.chunk_bytes = length // CHUNKS_PER_BUFFER // ALIGNMENT * ALIGNMENT
         self.copier: Copier = copier_for(segments, copies=self.chunk_bytes > 0, states=states)
         self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
-        self.staging = StagingBuffer(length if self._memory else 0)
+        self.staging = StagingBuffer(length if self._memory else 0, self.chunk_bytes)
         self._streams: list[Stream] = []
         self._orphans: list[InFlightChunk] = []
         self._stuck: list[InFlightChunk] = []
@@ -318,18 +317,20 @@ class Stager:
                     failed[stream] = _defect(error)
 
     def _refill(self, failed: dict[Stream, TransferError]) -> bool:
-        """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn."""
-        ready = [
-            (s, s.waiting)
-            for s in self._streams
-            if s.waiting is not None and len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed
-        ]
-        if not ready:
+        """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn: before all
+        others, or, where its instance has used up its share, before others of that."""
+        ready = [s for s in self._streams if len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed]
+        used_up: set[int] = set()
+        for stream in sorted(ready, key=lambda s: len(s.in_flight)):
+            holder, chunk = id(stream.instance), stream.waiting
+            if chunk is None or holder in used_up:
+                continue
+            if self.staging.allows(chunk.size, holder):
+                break
+            used_up.add(holder)
+        else:
             return False
-        held, most = self._held(), self.staging.length // 2  # of one instance
-        fitting = [(s, chunk) for s, chunk in ready if held[id(s.instance)] + chunk.size <= most]
-        stream, chunk = min(fitting, key=lambda one: len(one[0].in_flight), default=(None, None))
-        if stream is None or chunk is None or (slot := self.staging.take(chunk.size)) is None:
+        if (slot := self.staging.take(chunk.size, holder)) is None:
             return False
         stream.waiting = None
         assert self._memory is not None
@@ -372,13 +373,6 @@ class Stager:
             stream.made = stream.waiting is None
         except Exception as error:  # a defect of ours that one stream met must not reach the others
             failed[stream] = _defect(error)
-
-    def _held(self) -> Counter[int]:
-        """Bytes of the buffer by the `id` of the instance that they are for."""
-        held: Counter[int] = Counter()
-        for flight in (*self._orphans, *self._stuck, *(f for s in self._streams for f in s.in_flight)):
-            held[id(flight.stream.instance)] += self.staging.size_of(flight.slot)
-        return held
 
 
 def _seen_by_owner(chunk: Chunk, error: TransferError) -> TransferError:
