@@ -9,8 +9,8 @@ their deadlines run on. One instance never has chunks in more than half of its s
 does not stop others.
 
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
-What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
-until that worker has ended (`peers.process_watch`). A staged write that was given up may still write to the peer, and
+What may still be written to is the slot: it stays out until its read is terminal, or that worker has ended
+(`peers.process_watch`). A staged write that was given up may still write to the peer, and
 while the transport works on it `holds` says so; its slots are only read, for blocks that are in quarantine there.
 
 A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
@@ -30,7 +30,7 @@ from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
 from vllm_pd_connector.transport.base import TransferStatus
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S, has_ended
 from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 from vllm_pd_connector.worker.staging.buffer import ALIGNMENT, StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import copier_for
@@ -110,7 +110,8 @@ class Stager:
         if self._streams:
             age, chunks = time.monotonic() - self._posted_at, CHUNKS_UNDER_WAY * self.chunk_bytes
             return FIRST_S if self._moving else pause(age, chunks)
-        return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck else None
+        over = any(flight.stream.watch is not None and flight.stream.watch.over for flight in self._stuck)
+        return POLL_DRAINING_S if self._orphans or over else LOOK_S if self._stuck else None
 
     def start(
         self,
@@ -219,10 +220,13 @@ class Stager:
         return (flight for stream in self._streams for flight in stream.in_flight if not flight.transfer)
 
     def _bury(self, now: float) -> None:
-        """Forget transfers of which nothing is heard any more, when their worker has ended."""
-        for flight in [f for f in self._stuck if f.stream.watch is not None and f.stream.watch.ended(now)]:
-            self._stuck.remove(flight)
-            self.staging.give(flight.slot)
+        """Forget transfers that were given up and run on, or of which nothing is heard any more, when their worker has
+        ended."""
+        for lost in (self._orphans, self._stuck):
+            for flight in list(lost):
+                if has_ended(flight.stream.watch, self._transport, flight.stream.peer, now):
+                    lost.remove(flight)
+                    self.staging.give(flight.slot)
 
     def _abandon(self, stream: Stream) -> None:
         self._streams.remove(stream)
