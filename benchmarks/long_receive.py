@@ -116,8 +116,8 @@ class Staged:
         """Bytes of the staging buffer."""
         return self._buffer.length
 
-    def _taken(self, size: int) -> int | None:
-        slot = self._take(size)
+    def _taken(self, size: int, holder: int) -> int | None:
+        slot = self._take(size, holder)
         self.most = max(self.most, self._buffer.length - self._buffer.free)
         return slot
 

@@ -105,6 +105,17 @@ def test_a_suspicion_is_settled_by_a_probe_and_new_requests_wait_for_it():
     assert peer.state is p.PeerState.READY
 
 
+def test_a_connection_that_took_all_the_time_that_requests_have_fails_them_at_once():
+    machine = make()
+    assert machine.handle(p.Wanted("a"), 0.0) == [p.FetchManifests(1)]
+    assert machine.handle(p.ManifestsArrived(1, machine.key.incarnation), 0.0) == [p.Connect()]
+    [failed] = machine.handle(p.ConnectFailed("rank 7", late=True), 30.0)
+    assert failed.request_ids == ("a",) and "answers and cannot be connected to: rank 7" in failed.reason
+    assert machine.state is p.PeerState.DEAD and not machine.over
+    assert isinstance(machine.handle(p.Wanted("b"), 30.0)[0], p.FailRequests), "the back-off has not passed"
+    assert machine.handle(p.Wanted("c"), 60.0) == [p.FetchManifests(2)]
+
+
 def test_a_suspicion_that_is_confirmed_disconnects():
     peer = ready()
     assert peer.handle(p.Suspected("verdict timed out"), 5.0) == [p.FetchManifests(2)]

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from tests.support.transport.ends import PATIENCE_S, End, pattern, runs, whole
+from tests.support.transport.ends import PATIENCE_S, End, pattern, runs, until, whole
 from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.transport.base import TransferStatus, has_settled
 
 LARGE = 256 * MIB
 LONG = 96 * MIB  # more than one call of any transport copies
@@ -203,6 +204,31 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_reported_lost(
     then = end.digest()
     time.sleep(0.2)
     assert end.digest() == then, "bytes landed after the transfer had ended"
+
+
+def test_what_a_killed_peer_had_sent_has_landed_when_its_connection_has_settled(
+    ends: Callable[..., End], spawn: Callable[..., AnyPeer]
+) -> None:
+    """Also of a transfer that nobody polls: blocks are given back by the end of the process alone. What is short enough
+    lies in a socket of this host by then."""
+    end, peer = ends(SIZE), spawn(SIZE)
+    peer.call("fill", 17)
+    connection = used(end, peer)
+    transfer = end.transport.read(connection, whole(peer.address, end.address, 64 << 10))
+    peer.call("digest")  # meanwhile it sends what was asked for
+    peer.kill()
+    until(lambda: has_settled(end.transport, connection), "what it had sent to be taken in")
+    until(lambda: stands_still(end), "threads of the transport's to have done so")
+    then = end.digest()
+    with suppress(PeerLost):
+        end.finish(transfer)
+    assert end.digest() == then, "bytes landed after the connection had settled"
+
+
+def stands_still(end: End) -> bool:
+    then = end.digest()
+    time.sleep(0.2)
+    return end.digest() == then
 
 
 def test_one_peer_is_connected_twice_and_each_connection_is_left_by_itself(

@@ -76,6 +76,37 @@ def decode() -> Iterator[Decode]:
     made.loop.close()
 
 
+@pytest.mark.parametrize("step", ["the sums", "the question", "the question again"])
+def test_a_comparison_that_cannot_begin_fails_its_receive_alone(decode, monkeypatch, step):
+    """An error out of the loop's turn would fail every receive and push of the worker."""
+
+    def defect(*given):
+        raise RuntimeError("can't start new thread")
+
+    comparison, calls = decode.loop._comparison, decode.loop._calls
+    monkeypatch.setattr(compare, "RETRY_S", 0.0)
+    with contextlib.closing(Verifying()) as prefill, monkeypatch.context() as patch:
+        if step == "the sums":
+            patch.setattr(comparison._summing, "submit", defect)
+        ask, asked = calls.ask, []
+
+        def fails(address, message, timeout_s, handler=None):
+            if not isinstance(message, m.GetChecksums) or step == "the sums":
+                return ask(address, message, timeout_s, handler)
+            asked.append(message)
+            if step == "the question" or len(asked) > 1:
+                defect()
+            return handler(m.Failure(m.FailureCode.BUSY, "later"), 0.0)
+
+        patch.setattr(calls, "ask", fails)
+        met = []
+        patch.setattr(decode.loop, "_fail_all", lambda *given: met.append(given))
+        assert decode.received(prefill.held("a")) == [False]
+        assert decode.failures == {"internal": 1} and not met
+        patch.undo()
+        assert decode.received(prefill.held("b")) == [True] and decode.verified == 1
+
+
 def test_equal_contents_are_verified_and_counted(decode):
     with contextlib.closing(Verifying()) as prefill:
         names = [f"r{i}" for i in range(5)]

@@ -9,8 +9,9 @@
 A peer is one incarnation of one engine, named by address and incarnation: another incarnation at the same address is
 another peer, and a machine that sees one declares its own peer dead for ever. Only in READY and SUSPECT the transport
 is used. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants, except to
-settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row the waiting requests fail, and
-later ones fail at once until the back-off has passed. A refusal is remembered, with its text.
+settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row, or one that connected for as
+long as requests wait, the waiting requests fail, and later ones fail at once until the back-off has passed. A refusal
+is remembered, with its text.
 
 See docs/design/protocol.md.
 """
@@ -107,9 +108,11 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class ConnectFailed:
-    """Answers `Connect`: the transport did not connect, another attempt may."""
+    """Answers `Connect`: the transport did not connect, another attempt may. `late`: this one took all the time that
+    requests have, so none that waits waits for another."""
 
     reason: str
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +290,8 @@ class Peer:
                 return self._failed(reason, now) if self._is_current(attempt) else []
             case Connected():
                 return self._ready()
-            case ConnectFailed(reason):
-                return self._failed(reason, now)
+            case ConnectFailed(reason, late):
+                return self._failed(reason, now, late)
             case Refused(reason):
                 self._refused_at = min(self._refused_at, now)
                 return self._end(PeerState.REFUSED, reason, inf)
@@ -345,12 +348,14 @@ class Peer:
         waiting = self._take_waiting()
         return [StartRequests(waiting)] if waiting else []
 
-    def _failed(self, reason: str, now: float) -> list[Action]:
+    def _failed(self, reason: str, now: float, late: bool = False) -> list[Action]:
         self._fetching = self._connecting = False
         self._count_failure(reason, now)
-        if self._failures < self._backoff.max_failures:
+        if self._failures < self._backoff.max_failures and not late:
             return []
         text = f"the {self._noun} at {self.key} cannot be reached ({self._failures} attempts failed): {reason}"
+        if late:
+            text = f"the {self._noun} at {self.key} answers and cannot be connected to: {reason}"
         return self._end(PeerState.DEAD, text, self._retry_at)
 
     def _suspect(self, reason: str, now: float) -> list[Action]:

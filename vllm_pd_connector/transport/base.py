@@ -164,6 +164,15 @@ def is_met(transport: Transport, endpoint: bytes) -> bool:
     return meet is None or meet(endpoint)
 
 
+def has_settled(transport: Transport, peer: TransportPeer) -> bool:
+    """Have a transport take in what the peer's process, which has ended, had sent before; whether nothing of that can
+    land any more, also of transfers that never end. To be asked until it is. What nobody polls for may lie in a socket
+    of this host for any time, and land with the next transfer that is polled. A transport that takes it in by itself
+    has no `settle`."""
+    settle: Callable[[TransportPeer], bool] | None = getattr(transport, "settle", None)
+    return settle is None or settle(peer)
+
+
 class Followed(Protocol):
     """A transfer that is advanced by being polled: then `status` is what it is while it runs. `outcome` is set at its
     end, and `reported` once."""

@@ -41,13 +41,15 @@ class Faults:
     `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
     transfers of peers with it stay RUNNING. `held`: transfers that this endpoint itself
     started stay RUNNING. `stalled`: the same for peers that were connected before this many `replace_endpoint`s.
-    `failures`: raised by the next polls of transfers that this endpoint started, one each.
+    `failures`: raised by the next polls of transfers that this endpoint started, one each. `unsettled`: so often
+    more it says that not all has landed that an ended peer had sent to it.
     """
 
     lost: bool = False
     frozen: bool = False
     held: bool = False
     stalled: int = 0
+    unsettled: int = 0
     failures: deque[TransferError] = field(default_factory=deque)
 
 
@@ -135,6 +137,11 @@ class LoopbackTransport:
             ctypes.memmove(destination, source, length)
         transfer.finished = True
         return TransferStatus.DONE
+
+    def settle(self, peer: TransportPeer) -> bool:  # see `base.has_settled`
+        assert isinstance(peer, _Peer)
+        self.faults.unsettled, settles = max(0, self.faults.unsettled - 1), not self.faults.unsettled
+        return settles
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)

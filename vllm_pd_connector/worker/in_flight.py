@@ -3,7 +3,8 @@
 Receives and pushes differ in which way the bytes go and in what an end means; looking at transfers, what may still be
 written after a failure, and what the link is told are one. A transfer has an index, by which its owner's machine knows
 it. It ends by one event. If it failed and may still write, a second one follows: when the rest of it has ended, or the
-worker that it goes to or comes from (`peers.process_watch`).
+worker that it goes to or comes from (`peers.process_watch`). Of the latter also what the transport still calls running
+hears: libraries have transfers that never end.
 
 A direct transfer is given to the transport in slices (`geometry.spans`), a few at a time, so that a turn of the
 transfer thread is short however long the request is. It is over when all of its slices are, and done if none failed;
@@ -22,7 +23,7 @@ from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 from vllm_pd_connector.protocol.wire.push_messages import Moved
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch, has_ended
 from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class _Direct:
     def may_write(self) -> bool:
         return bool(self.running) or self.stuck
 
+    @property
+    def drains(self) -> bool:
+        """Whether it failed or was given up, and runs on."""
+        return bool(self.running and self.failure)
+
     def fail(self, error: TransferError) -> TransferError:
         """A slice of it has failed so: no other begins, and it cannot end well."""
         self.rest, self.failure = None, self.failure or str(error)
@@ -106,7 +112,7 @@ class InFlight:
 
     `owner` is known to the stager. `connection` is the link's when the latest transfers began; `over` is how many parts
     of slices that have ended; `stuck` are indices of transfers of which nothing is heard any more and that may still
-    write, `watches` those of the workers at the other end, by index; `moved` is what the transport was given,
+    write, `peers` and `watches` the workers at the other end, by index; `moved` is what the transport was given,
     `posting_s` the seconds that took. `seen` is how far it was at the last look, since `moved_at`.
     """
 
@@ -125,12 +131,13 @@ class InFlight:
     over: int = 0
     staged: dict[int, Stream] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
+    peers: dict[int, TransportPeer] = field(default_factory=dict)
     watches: dict[int, ProcessWatch | None] = field(default_factory=dict)
     moved: Moved = Moved()
 
     def start(self, index: int, peer: TransportPeer, work: Slices | Iterator[Chunk]) -> None:
         """Begin a transfer: of runs, or of chunks by way of the staging buffer. `poll` and the stager carry it out."""
-        self.connection = self.link.connection
+        self.connection, self.peers[index] = self.link.connection, peer
         try:
             watch = self.watches[index] = self.link.watch_of(peer)
             if watch is not None:  # its line is let go of where nobody has looked for long; this may be the time for it
@@ -156,6 +163,9 @@ class InFlight:
                 errors += self._begin_slice(direct, until)
                 if time.monotonic() >= until:
                     break
+            if direct.drains and self._has_ended(index, now):
+                self.over += sum(slice_.parts + 1 for slice_ in direct.running)
+                direct.running.clear()
             for error in errors:
                 blame = None if direct.blamed and error.terminal else error  # one cause, however many slices met it
                 direct.blamed = True
@@ -176,11 +186,14 @@ class InFlight:
             for index in self._over_staged():
                 yield TransferFailed(index, "it was given up", terminal=index not in self.stuck), None
         for index in sorted(self.stuck):
-            if (watch := self.watches[index]) is None:
-                continue
-            if watch.ended(now):
+            if self._has_ended(index, now):
                 self.stuck.discard(index)
-                yield TransferFailed(index, str(watch), terminal=True), None
+                yield TransferFailed(index, str(self.watches[index]), terminal=True), None
+
+    def _has_ended(self, index: int, now: float) -> bool:
+        """Whether the worker at the other end of a transfer has ended, and nothing of it lands any more."""
+        watch = self.watches[index]
+        return watch is not None and has_ended(watch, self.transport, self.peers[index], now)
 
     def _look(self, direct: _Direct, until: float) -> list[TransferError]:
         """Take out the slices that have ended, as far as there is time, the oldest first; what failed of them."""
@@ -321,7 +334,8 @@ class InFlight:
 
     def next_look(self, now: float, draining: bool) -> list[float]:
         """When a `poll` is due; `draining`: nobody waits for the bytes."""
-        moments = [now + LOOK_S] if self.stuck else []
+        over = any((watch := self.watches[index]) is not None and watch.over for index in self.stuck)
+        moments = [now + (POLL_DRAINING_S if over else LOOK_S)] if self.stuck else []
         if any(direct.due for direct in self.transfers.values()):
             moments.append(now)
         elif self.transfers:

@@ -88,8 +88,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "what may still be written ends with the worker's process",
-        "InFlight", "            if watch.ended(now):", "            if False:",
+        "InFlight", "            if self._has_ended(index, now):", "            if False:",
         "test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended",
+    ),
+    Guarantee(
+        "what an ended worker had sent is in memory before blocks are given back",
+        "has_ended", " and has_settled(transport, peer)", "",
+        "test_blocks_come_back_when_the_transport_has_taken_in_what_the_worker_had_sent",
     ),
     Guarantee(
         "blocks are kept whichever slice of a transfer failed first, if another may still write",
@@ -98,7 +103,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "another life at a peer's address does not end what its workers write",
-        "InFlight", "            if watch.ended(now):", "            if self.link.machine.over or not self.link.ranks:",
+        "InFlight", "            if self._has_ended(index, now):", "            if self.link.machine.over or not self.link.ranks:",
         "test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last",
     ),
     Guarantee(

@@ -8,7 +8,7 @@ from tests.guarantees.guarantee import Guarantee
 GUARANTEES = [
     Guarantee(
         "a lost peer's transfer is reported when nothing of it lands any more",
-        "NixlTransport", "if time.monotonic() >= transfer.settled_at and transfer.settling <= 0:", "if True:",
+        "Settling", "time.monotonic() >= self.until and self.left <= 0", "True",
         "test_a_disconnect_is_reported_when_nothing_lands_any_more",
     ),
     Guarantee(

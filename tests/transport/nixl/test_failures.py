@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.transport.agents import SIZE, error, instead, raises
-from tests.support.transport.ends import End, runs, whole
+from tests.support.transport.ends import End, runs, until, whole
 from tests.support.transport.variants import MIB
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.transport.nixl import transfer as nixl_transfer
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
 from vllm_pd_connector.transport.nixl.transfer import SETTLE_POLLS, Ended
@@ -269,7 +270,7 @@ def test_a_short_transfer_that_a_defect_ended_may_still_write_too(ends: tuple[En
 def test_a_disconnect_is_reported_when_nothing_lands_any_more(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 2.0)  # the machine may be busy when that lands
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 2.0)  # the machine may be busy when that lands
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     late = Late(end, "nixlRemoteDisconnectError")
@@ -289,7 +290,7 @@ def test_what_was_written_when_its_connection_was_lost_may_still_arrive(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel sends what a closed connection held, and a process whose connection was reset may live."""
-    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.0)
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     agent = instead(end, postXferReq=raises("nixlRemoteDisconnectError"))
@@ -322,12 +323,12 @@ def test_what_waits_for_the_end_of_a_lost_connection_is_not_asked_again_at_once(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
-    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.05)
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     instead(end, postXferReq=raises("nixlRemoteDisconnectError"))
     transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
-    assert transfer.settled_at and end.transport.poll(transfer) is TransferStatus.RUNNING
+    assert transfer.settling and end.transport.poll(transfer) is TransferStatus.RUNNING
     with pytest.raises(PeerLost):
         end.finish(transfer)
 
@@ -336,7 +337,7 @@ def test_a_disconnect_is_reported_when_the_library_was_polled_often_enough(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends a lost connection's other lanes only then: what is looked at rarely is not over by the clock."""
-    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.0)
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     polls: list[None] = []
@@ -355,12 +356,27 @@ def test_a_disconnect_is_reported_when_the_library_was_polled_often_enough(
     assert len(polls) == SETTLE_POLLS >= 20 and agent.released
 
 
+def test_a_connection_has_settled_when_its_agent_was_polled_often_and_long_enough(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.05)
+    end, other = ends
+    peer, polls = end.transport.connect(other.endpoint, other.segments), list[None]()
+    instead(end, getNotifs=lambda *_: polls.append(None) if len(polls) % 2 else raises("nixlBackendError")())
+    settled = [end.transport.settle(peer) for _ in range(SETTLE_POLLS)]
+    assert not any(settled[:-1])
+    until(lambda: end.transport.settle(peer), "the time to be over")
+    end.transport.disconnect(peer)
+    peer.agent.library, peer.settling = None, None
+    until(lambda: end.transport.settle(peer), "an agent that has ended")
+
+
 def test_a_batch_whose_peer_another_one_lost_is_waited_for_too(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library forgets a peer with the first disconnect; the other batches' state cannot be asked for any more."""
     monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
-    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.05)
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
     instead(end, getXferStatus=raises("nixlNotFoundError"))

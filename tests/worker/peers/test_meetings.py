@@ -19,6 +19,8 @@ LOOKS = 3
 class Shy:
     """A transport that has met an endpoint when it is asked for the third time."""
 
+    name = "shy"
+
     def __init__(self) -> None:
         self.asked: list[bytes] = []
         self.connected: list[bytes] = []

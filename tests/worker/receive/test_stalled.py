@@ -187,7 +187,7 @@ def test_a_receive_that_only_waited_for_room_says_nothing_of_its_peer(prefill, o
 
     def fill(_: float) -> None:
         while staging.free:
-            taken.append(staging.take(64))
+            taken.append(staging.take(64, len(taken)))
 
     def empty(_: float) -> None:
         for slot in taken:

@@ -23,7 +23,6 @@ from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S
 from vllm_pd_connector.worker.staging import stager as stager_module
-from vllm_pd_connector.worker.staging.buffer import StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import CpuCopier
 from vllm_pd_connector.worker.staging.views import cache_array, element_arrays
 
@@ -252,25 +251,6 @@ def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decod
 def test_a_staging_buffer_of_negative_size_stops_the_engine():
     with pytest.raises(InvalidConfig, match="staging_bytes is -1"):
         parse_config({"staging_bytes": -1})
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(st.integers(0, 4096), st.lists(st.one_of(st.integers(1, 700), st.none()), max_size=60))
-def test_slots_are_apart_and_inside_the_staging_buffer(length, steps):
-    staging, held = StagingBuffer(length), {}
-    for step in steps:
-        if step is None:
-            if held:
-                staging.give(held.popitem()[0])
-        elif (slot := staging.take(step)) is not None:
-            assert slot % 64 == 0 and slot >= 0 and slot + step <= length
-            assert all(slot + step <= at or at + size <= slot for at, size in held.items())
-            held[slot] = step
-        else:
-            assert held or -(-step // 64) * 64 > length, "refused although it is empty"
-    for slot in held:
-        staging.give(slot)
-    assert staging.free == length
 
 
 @st.composite

@@ -291,14 +291,14 @@ def test_a_push_that_finds_no_room_waits_for_it(writer, target, other):
 
 @pytest.mark.parametrize("config", [{"transfer_timeout": 0.3}], indirect=True)
 def test_a_push_that_finds_no_room_fails_in_time_and_was_never_begun(writer, target, caplog):
-    slots = [loop._stager.staging.take(TINY) for loop in writer.loops]  # by others
+    slots = [(x._stager.staging, x._stager.staging.take(TINY // 8, n)) for x in writer.loops for n in range(8)]
     writer.whole()
     assert target.received(into(target, writer, "a")) == [False]
     assert "have not ended, and no part of one has since (0 bytes were posted; 0 chunks being moved" in caplog.text
     target.until(lambda: target.drained == target.quarantined, "the word that nothing of it is written")
     freed(writer, "a")
-    for loop, slot in zip(writer.loops, slots, strict=True):
-        loop._stager.staging.give(slot)
+    for staging, slot in slots:
+        staging.give(slot)
     assert free(writer) == [TINY, TINY]
     assert whole(target.worker.memory, target.before)
 

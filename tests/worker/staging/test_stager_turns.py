@@ -82,22 +82,42 @@ def test_what_moves_when_it_is_looked_at_is_looked_at_soon(
         assert stager.poll() == [] and stager.pause() == pause
 
 
-def test_what_instances_hold_is_counted_once_for_all_streams_that_wait() -> None:
-    """Once for each of hundreds that wait was milliseconds for every chunk that began."""
-    stager, counted = Stager(NOTHING, (), 0), []
-    size_of = lambda slot: (counted.append(slot), 30)[1]  # noqa: E731
-    stager.staging = SimpleNamespace(length=200, size_of=size_of, take=lambda size: None)  # type: ignore[assignment]
-    instances = object(), object()
-    for number in range(STREAMS):
-        stream = Stream(object(), number, instances[number > 2], NOTHING, iter(()))
-        stream.waiting = SimpleNamespace(size=1)  # type: ignore[assignment]
-        if number < 4:  # 90 of the one instance, 30 of the other
-            stream.in_flight.append(InFlightChunk(stream, NOTHING, number, NOTHING, NOTHING))
+def waiting(stager: Stager, sizes: list[int], instances: list[Any], in_flight: int = 0) -> None:
+    """Streams that wait with chunks of these sizes."""
+    for number, (size, instance) in enumerate(zip(sizes, instances, strict=True)):
+        stream = Stream(object(), number, instance, NOTHING, iter(()), waiting=SimpleNamespace(size=size))  # type: ignore[arg-type]
+        stream.in_flight = [InFlightChunk(stream, NOTHING, number, NOTHING, NOTHING) for _ in range(in_flight)]
         stager._streams.append(stream)
+
+
+class Room:
+    """A buffer that remembers what it was asked; `used_up` are the holders whose shares are."""
+
+    def __init__(self, *used_up: object) -> None:
+        self._used_up = set(map(id, used_up))
+        self.asked: list[tuple[str, int]] = []
+
+    def allows(self, size: int, holder: int) -> bool:
+        self.asked.append(("allows", size))
+        return holder not in self._used_up
+
+    def take(self, size: int, holder: int) -> None:
+        self.asked.append(("take", size))
+
+
+def test_an_instances_share_is_asked_for_once_for_all_its_streams_that_wait() -> None:
+    """Once for each of hundreds that wait was milliseconds for every chunk that began."""
+    stager, one, other = Stager(NOTHING, (), 0), object(), object()
+    waiting(stager, [1, 2, 3, 4, 5], [one, one, one, other, other])
+    stager.staging = room = Room(one, other)  # type: ignore[assignment]
+    assert not stager._refill({}), "both have what they may"
+    assert room.asked == [("allows", 1), ("allows", 4)]
+
+
+def test_who_has_least_under_way_keeps_its_turn_while_its_share_is_not_used_up() -> None:
+    stager, one, other = Stager(NOTHING, (), 0), object(), object()
+    waiting(stager, [7], [other], in_flight=1)
+    waiting(stager, [1, 5, 6], [one, other, other])
+    stager.staging = room = Room(one)  # type: ignore[assignment]
     assert not stager._refill({}), "there is no room"
-    assert sorted(counted) == [0, 1, 2, 3]
-    asked: list[int] = []
-    stager.staging.take = asked.append  # type: ignore[assignment, method-assign]
-    for stream, size in zip(stager._streams, (11, 11, 11, 71, 71, 70, 71, 71), strict=True):
-        stream.waiting = SimpleNamespace(size=size)  # type: ignore[assignment]
-    assert not stager._refill({}) and asked == [70], "an instance has half of the buffer at most"
+    assert room.asked == [("allows", 1), ("allows", 5), ("take", 5)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,13 +16,33 @@ if TYPE_CHECKING:
     from vllm_pd_connector.transport.nixl.agents import Agent
     from vllm_pd_connector.transport.ranges import Batches, Ranges
 
+SETTLE_S = 0.5
 SETTLE_POLLS = 20
-"""So often at least is UCX polled after a disconnect."""
+"""So long and so often at least is UCX polled after a disconnect, or after the end of a peer's process: meanwhile it
+takes in what had come and ends the endpoint's other lanes, and what they had begun lands."""
+
+
+class Settling:
+    """The polls of an agent after the end of a connection; begun with the first."""
+
+    __slots__ = ("left", "until")
+
+    def __init__(self) -> None:
+        self.until, self.left = time.monotonic() + SETTLE_S, SETTLE_POLLS
+
+    def poll(self, agent: Agent, errors: tuple[type[Exception], ...]) -> bool:
+        """Poll the agent once; whether nothing lands any more. An agent that has ended brings nothing either."""
+        if agent.library is not None:
+            with suppress(*errors):
+                agent.library.getNotifs({}, [])  # polls an agent without a thread
+        self.left -= 1
+        return time.monotonic() >= self.until and self.left <= 0
 
 
 @dataclass(eq=False, slots=True)
 class NixlPeer:
-    """`agent` is ours that posts to it, `window` bounds what of its transfers runs."""
+    """`agent` is ours that posts to it, `window` bounds what of its transfers runs. `settling`: since its process has
+    ended."""
 
     agent: Agent
     name: str
@@ -28,6 +50,7 @@ class NixlPeer:
     window: Window = field(default_factory=Window)
     running: int = 0
     leaving: bool = False
+    settling: Settling | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -35,8 +58,8 @@ class NixlTransfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
     descriptors it is. `few`: untimed, so that the window learns nothing of it. `status` and `outcome`: see
     `base.Followed`. `owed`: a post that is to be done before another look. `copied`: the call that last posted
-    copied, so that the rest is soon there, too. `settled_at`: when nothing is read any more, or sent by UCX, of a
-    transfer whose peer is lost, if it is polled `settling` times until then; 0.0 while it is not.
+    copied, so that the rest is soon there, too. `settling`: since its peer is lost; when that is over, nothing of it is
+    read any more, or sent by UCX.
     """
 
     peer: NixlPeer
@@ -49,8 +72,7 @@ class NixlTransfer:
     owed: bool = False
     copied: bool = False
     failure: TransferError | None = None
-    settled_at: float = 0.0
-    settling: int = SETTLE_POLLS
+    settling: Settling | None = None
     outcome: TransferStatus | TransferError | None = None
     reported: bool = False
 

@@ -21,7 +21,7 @@ What the library does not do, and this module does:
   of a device takes seconds.
 - **A failure tells little.** A request is many operations, posted one after the other, over several devices where there
   are several. The call that posts raises when some have begun, and the one that looks when the last of them failed.
-  Only a disconnect ends them all, when UCX has been polled for a while (`_SETTLE_S`). Of writes it ends what this side
+  Only a disconnect ends them all, when UCX has been polled for a while (`Settling`). Of writes it ends what this side
   does: what the kernel holds may still arrive.
 - **Peers are removed.** After a death NIXL still believes in a peer and refuses it for ever; `disconnect` removes it.
 
@@ -33,7 +33,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import PeerLost, TransferError
@@ -41,7 +40,7 @@ from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, may_arrive, ours, unexpected
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
-from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer
+from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer, Settling
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
 from vllm_pd_connector.transport.nixl.window import EMPTY_S, LEAST
 from vllm_pd_connector.transport.ranges import Ranges, batches, cut, few
@@ -61,9 +60,6 @@ _DESCRIPTOR_COST_BYTES = 32 << 10
 
 _CALL_S = 0.001  # a call of ours does nothing more when it took this long
 
-# After a disconnect UCX ends the endpoint's other lanes while it is polled (see `NixlTransfer`); what they had begun
-# lands before that.
-_SETTLE_S = 0.5
 _MAX_OLDER = 3  # agents that were replaced and still run transfers; each holds the registrations of all memory
 
 
@@ -167,6 +163,11 @@ class NixlTransport:
         assert isinstance(transfer, NixlTransfer)
         return follow(transfer, self._advance)
 
+    def settle(self, peer: TransportPeer) -> bool:  # see `base.has_settled`
+        assert isinstance(peer, NixlPeer)
+        peer.settling = peer.settling or Settling()
+        return peer.settling.poll(peer.agent, self._errors)
+
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, NixlPeer)
         if peer.agent is not self._poster:
@@ -250,8 +251,8 @@ class NixlTransport:
         """Look at what was posted and post more for a short while; a look that took as long leaves that to the next
         turn, which then does not begin with a look."""
         peer = transfer.peer
-        if transfer.settled_at:
-            return self._settle(transfer)
+        if transfer.settling is not None:
+            return self._settle(transfer, transfer.settling)
         until = (now := time.monotonic()) + _CALL_S
         owed, transfer.owed, posting, posted = transfer.owed, False, False, False
         moved = bool(transfer.posted) and not owed and self._look(transfer, until)
@@ -280,7 +281,7 @@ class NixlTransport:
                 transfer.peer.window.forget(transfer.runs)
                 return  # bytes may still move: the handles and the peer's metadata stay until `close`
             if isinstance(failure, PeerLost) and transfer.posted:
-                transfer.settled_at = time.monotonic() + _SETTLE_S
+                transfer.settling = Settling()
                 return
         if not transfer.posted and not transfer.waiting:
             self._end(transfer, failure or TransferStatus.DONE)
@@ -292,12 +293,9 @@ class NixlTransport:
         if peer.leaving and not peer.running:
             self._forget(peer.agent, peer.name)
 
-    def _settle(self, transfer: NixlTransfer) -> None:
+    def _settle(self, transfer: NixlTransfer, settling: Settling) -> None:
         """Let the library end what a lost peer's connection left, and give the handles back when that is over."""
-        with suppress(*self._errors):
-            transfer.peer.agent.library.getNotifs({}, [])  # polls an agent without a thread
-        transfer.settling -= 1
-        if time.monotonic() >= transfer.settled_at and transfer.settling <= 0:
+        if settling.poll(transfer.peer.agent, self._errors):
             for handle in transfer.posted:
                 self._release(transfer.peer, handle)
             transfer.peer.window.forget(transfer.runs)

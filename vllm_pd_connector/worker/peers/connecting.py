@@ -3,6 +3,9 @@
 To connect takes milliseconds for each rank of a peer, in which nothing else of the transfer thread goes on. So it is
 done piece by piece, before the peer's machine is told of the manifests that have come: when it says `Connect` all of
 that is done. Where it wants that no more by then, the peer is let go of.
+
+A transport may do a part aside (`transport.base.is_met`), in a library that may never come back. It is looked at ever
+more rarely, and no peer is connected for longer than requests wait for one.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from vllm_pd_connector.errors import DeadlineExceeded
 from vllm_pd_connector.sidechannel.net.files import FilesLeft
 from vllm_pd_connector.worker.peers.link import PeerLink
+from vllm_pd_connector.worker.poll_interval import LONGEST_OF_OLD_S, SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
 PIECES_S = 0.001
 """So long a turn connects, and for what is left of the piece in which this time is over."""
 
+AT_ONCE_S = 1.0
+"""So long at most a peer that stands still is connected anew: all that the thread serves waits meanwhile."""
+
 LinkKind = TypeVar("LinkKind", bound=PeerLink)
 
 
@@ -31,18 +39,23 @@ LinkKind = TypeVar("LinkKind", bound=PeerLink)
 class _Begun:
     arrived: ManifestsArrived
     pieces: Pieces[Event]
+    at: float
 
 
 class Connecting(Generic[LinkKind]):
     """See the module.
 
     Args:
-        connect: what it takes to connect a link, which comes to what its machine is to be told; raises nothing.
+        connect: what it takes to connect a link, which comes to what its machine is to be told, also where a
+            DeadlineExceeded comes in between; raises nothing.
+        limit_s: how long connecting may take.
     """
 
-    def __init__(self, transport: Transport, connect: Callable[[LinkKind], Pieces[Event]]) -> None:
+    def __init__(self, transport: Transport, connect: Callable[[LinkKind], Pieces[Event]], limit_s: float) -> None:
         self._transport = transport
         self._connect = connect
+        self._limit_s = limit_s
+        self._due = 0.0
         self._begun: dict[LinkKind, _Begun] = {}
         self._files = FilesLeft()
 
@@ -51,6 +64,11 @@ class Connecting(Generic[LinkKind]):
 
     def __contains__(self, link: object) -> bool:
         return link in self._begun
+
+    @property
+    def due(self) -> float | None:
+        """When to go on, None if nothing is being connected."""
+        return self._due if self._begun else None
 
     def incarnation(self, link: LinkKind) -> str:
         """Which life of a peer that is being connected has answered; empty if it is not. Its machine hears of it in the
@@ -63,7 +81,8 @@ class Connecting(Generic[LinkKind]):
         self.abandon(link)
         self._files.look()
         link.manifests = manifests
-        self._begun[link] = _Begun(arrived, self._connect(link))
+        self._begun[link] = _Begun(arrived, self._connect(link), time.monotonic())
+        self._due = 0.0
 
     def abandon(self, link: LinkKind) -> None:
         """Let go of a peer, if it is being connected."""
@@ -74,16 +93,40 @@ class Connecting(Generic[LinkKind]):
 
     def go_on(self) -> Iterator[tuple[LinkKind, ManifestsArrived, Event]]:
         """Connect for as long as a turn may, one peer after the other; yields those with which it is done."""
-        until = time.monotonic() + PIECES_S
+        until = (now := time.monotonic()) + PIECES_S
+        if now < self._due:
+            return
+        self._due = 0.0
         while self._begun:
             link, begun = next(iter(self._begun.items()))
             if link.machine.connects(begun.arrived):
                 try:
-                    next(begun.pieces)
+                    self._step(link, begun.pieces, begun.at, self._limit_s)
                 except StopIteration as end:
                     del self._begun[link]
                     yield link, begun.arrived, end.value
             else:  # its machine has come to an end meanwhile
                 self.abandon(link)
-            if time.monotonic() >= until:
+            now = time.monotonic()
+            if link in self._begun and link.waits_for:
+                self._due = now + min((now - begun.at) * SHARE, LONGEST_OF_OLD_S)
                 return
+            if now >= until:
+                return
+
+    def at_once(self, link: LinkKind) -> Event:
+        """Connect a link with nothing done in between, for at most AT_ONCE_S."""
+        pieces, began = self._connect(link), time.monotonic()
+        while True:
+            try:
+                self._step(link, pieces, began, min(AT_ONCE_S, self._limit_s))
+            except StopIteration as end:
+                result: Event = end.value
+                return result
+
+    def _step(self, link: LinkKind, pieces: Pieces[Event], began: float, limit_s: float) -> None:
+        """Do a piece; when that was not the last and the time is over, end it. StopIteration has what comes of it."""
+        next(pieces)
+        if time.monotonic() >= began + limit_s:
+            what = link.waits_for or "others were connected before it"
+            pieces.throw(DeadlineExceeded(f"it was not connected within {limit_s:g} s: {what}"))

@@ -18,6 +18,7 @@ from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
 from vllm_pd_connector.geometry.topology import TopologyCheck, checking
+from vllm_pd_connector.transport.base import is_met
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,7 @@ class PeerLink(ABC):
     cannot be watched. `same_weights`: that both sides have the same is known otherwise of each request that has this
     link, or is for the prefill side to say; manifests tell those with which their instances began. `handshake`: when
     the latest one began and ended; `met`: the manifests it was made with, kept where receives may be recorded.
+    `waits_for`: what the transport does aside before it connects, empty if nothing.
     """
 
     machine: Peer
@@ -54,6 +56,7 @@ class PeerLink(ABC):
     same_weights: bool = False
     handshake: tuple[float, float] | None = None
     met: Sequence[bytes] = ()
+    waits_for: str = ""
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
 
     @property
@@ -78,7 +81,7 @@ class PeerLink(ABC):
 
     def disconnect(self, transport: Transport) -> None:
         """Let go of the peer's memory, and of what was planned. What a transport makes of that ends no link."""
-        ranks, self.ranks, self.stalled = self.ranks, {}, ""
+        ranks, self.ranks, self.stalled, self.waits_for = self.ranks, {}, "", ""
         for peer in ranks.values():
             try:
                 transport.disconnect(peer)
@@ -115,6 +118,13 @@ class PeerLink(ABC):
         self._liveness = {m.parallel.rank: m.life for m in remote}
         yield
         return remote, check
+
+    def _meeting(self, transport: Transport, rank: Rank, endpoint: bytes) -> Pieces[None]:
+        """Wait until `connect` to a rank is due. Raises as `base.is_met`."""
+        while not is_met(transport, endpoint):
+            self.waits_for = f"the library of transport {transport.name} has not come back with rank {rank}"
+            yield
+        self.waits_for = ""
 
     def watch(self, processes: ProcessWatches, now: float) -> None:
         """Watch every rank that the manifests of the latest `connect` name."""

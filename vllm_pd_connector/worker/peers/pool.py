@@ -14,9 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol
 
-from vllm_pd_connector.bounded import Pieces, at_once
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.errors import (
+    DeadlineExceeded,
+    IncompatiblePeer,
+    PDConnectorError,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+)
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
@@ -29,6 +35,7 @@ from vllm_pd_connector.worker.peers.link import over
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.sidechannel.client import Outcome
@@ -122,7 +129,7 @@ class Links(Generic[LinkKind]):
         self._noun = noun
         self._connected = connected
         self._links: dict[tuple[PeerKey, str, bool], LinkKind] = {}
-        self._connecting = Connecting(transport, self._pieces)
+        self._connecting = Connecting(transport, self._pieces, config.handshake_timeout)
         self._given_up: list[_GivenUp[LinkKind]] = []
         self._due = Earliest()
 
@@ -231,7 +238,7 @@ class Links(Generic[LinkKind]):
 
     def next_deadline(self) -> float | None:
         """When a `tick` is due, None if none is."""
-        return 0.0 if self._connecting else self._due.at
+        return min((at for at in (self._connecting.due, self._due.at) if at is not None), default=None)
 
     def connects(self, link: LinkKind) -> bool:
         """Whether the peer of this link has answered and is being connected."""
@@ -317,10 +324,10 @@ class Links(Generic[LinkKind]):
             self._user.stalled(link, reason, now)
         link.disconnect(self._transport)
         self._forget_given_up(link)
-        match at_once(self._pieces(link)):
+        match self._connecting.at_once(link):
             case peers.Connected():
                 return answer
-            case peers.ConnectFailed(text):
+            case peers.ConnectFailed(reason=text):
                 link.stalled = "it could not be linked anew"
                 return peers.FetchFailed(answer.attempt, text)
             case refusal:
@@ -364,7 +371,7 @@ class Links(Generic[LinkKind]):
             logger.error("%s", error)
             return peers.Refused(str(error))
         if isinstance(error, PDConnectorError):
-            return peers.ConnectFailed(str(error))
+            return peers.ConnectFailed(str(error), late=isinstance(error, DeadlineExceeded))
         # A defect of ours that one peer's manifests met must not reach the requests of others.
         logger.exception("%s %s at %s cannot be linked", self._noun, link.engine_id, link.machine.key)
         return peers.ConnectFailed(f"unexpected {type(error).__name__}: {error}")

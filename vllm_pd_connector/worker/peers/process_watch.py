@@ -32,10 +32,13 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
 from vllm_pd_connector.transport.addresses import Address, local_address, source_address
+from vllm_pd_connector.transport.base import has_settled
 from vllm_pd_connector.transport.liveness import SAYS, SILENCE_S, LivenessHub, LivenessLink, LivenessState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from vllm_pd_connector.transport.base import Transport, TransportPeer
 
 SETTLE_S = float(SILENCE_S)
 AGAIN_S = 5.0
@@ -128,6 +131,12 @@ class ProcessWatch:
         if self._link is not None and (self._closed_at is None or self.here):
             self._link.hang_up()
             self._link = self._closed_at = None
+
+
+def has_ended(watch: ProcessWatch | None, transport: Transport, peer: TransportPeer, now: float) -> bool:
+    """Whether nothing that a rank's process had begun with `transport` can land any more: it is known to be over, and
+    what had come of it until then, to sockets of this host say, has been taken in."""
+    return watch is not None and watch.ended(now) and has_settled(transport, peer)
 
 
 class ProcessWatches:

@@ -24,7 +24,6 @@ from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
 from vllm_pd_connector.geometry.plan import Edge, planning
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
-from vllm_pd_connector.transport.base import is_met
 from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 from vllm_pd_connector.worker.push.waves import of_layers
 
@@ -109,8 +108,7 @@ class WriteLink(PeerLink):
             edge = (yield from planning(destination, ours)).edge(local.parallel.rank)
             rank = destination.parallel.rank
             if edge is not None:
-                while not is_met(transport, destination.endpoint):
-                    yield
+                yield from self._meeting(transport, rank, destination.endpoint)
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
                 yield
             both = (yield from self._edges(edge, chunk_bytes)) if edge is not None else None

@@ -10,8 +10,9 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.memory import make_device_current
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import ProtocolError, TransferError
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from vllm_pd_connector.wake import Wake
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
+    from vllm_pd_connector.worker.staging.base import Copier
 
+logger = init_logger(__name__)
 
 RETRY_S = 0.5
 """After this the prefill side is asked again that had too much to do."""
@@ -47,8 +50,16 @@ class ChecksumComparison:
         self._results: deque[Callable[[float], None]] = deque()
         self._again: deque[tuple[float, Callable[[float], None]]] = deque()  # when and how to ask, the next one first
 
-    def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
-        """Ask for the prefill side's checksums and make ours; what they say comes back to this thread."""
+    def begin(self, active: ActiveReceive, copier: Copier, calls: PendingCalls, drive: Drive, now: float) -> None:
+        """Ask for the prefill side's checksums and make ours of what `copier` makes visible; what they say comes back
+        to this thread. Raises nothing: without a thread to be had, say, this receive alone fails."""
+        try:
+            copier.arrived()
+            self._begin(active, calls, drive, now)
+        except Exception as error:
+            drive(active, receives.Compared(_told(active, error)), now, FailureKind.INTERNAL)
+
+    def _begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
         request, lease = active.request, active.lease
         assert lease is not None and active.plan is not None
         unfilled = active.plan.unfilled
@@ -93,6 +104,8 @@ class ChecksumComparison:
                 calls.ask(active.link.endpoint, message, self._timeout_s, answered)
             except ProtocolError as error:
                 drive(active, receives.Compared(str(error)), at, FailureKind.VERIFICATION)
+            except Exception as error:
+                drive(active, receives.Compared(_told(active, error)), at, FailureKind.INTERNAL)
 
         ask(now)
 
@@ -119,3 +132,11 @@ class ChecksumComparison:
     def close(self) -> None:
         """End: what waits to be summed is not summed any more."""
         self._summing.shutdown(cancel_futures=True)
+
+
+def _told(active: ActiveReceive, error: Exception) -> str:
+    """Why a receive could not be compared; what is no refusal of the transport's is logged with its place."""
+    if isinstance(error, TransferError):
+        return str(error)
+    logger.error("request %s: what it received cannot be compared", active.request.request_id, exc_info=error)
+    return f"unexpected {type(error).__name__}: {error}"

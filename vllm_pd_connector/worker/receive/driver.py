@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
 from vllm_pd_connector.observability import tracing
 from vllm_pd_connector.observability.stats import FailureKind, Phase
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.errors import TransferError
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.protocol.transfers import TransferEnd
@@ -315,7 +315,7 @@ class Receives:
                 case receives.StartReads():
                     self._read(active)
                 case receives.Compare():
-                    self._compare(active, now)
+                    self._comparison.begin(active, self._stager.copier, self._calls, self._drive, now)
                 case receives.Confirm():
                     self._confirmer.ask(active, now)
                 case receives.AskPush():
@@ -343,13 +343,6 @@ class Receives:
         self._drive(active, end, now, None if error is None else FailureKind.TRANSFER_FAILED)
         if error is not None:
             active.in_flight.blame(error, now)
-
-    def _compare(self, active: ActiveReceive, now: float) -> None:
-        try:
-            self._stager.copier.arrived()
-            self._comparison.begin(active, self._calls, self._drive, now)
-        except TransferError as error:
-            self._drive(active, receives.Compared(str(error)), now, FailureKind.INTERNAL)
 
     def _report(self, active: ActiveReceive, ok: bool, reason: str, quarantined: bool, now: float) -> None:
         request = active.request

@@ -9,7 +9,6 @@ from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pa
 from vllm_pd_connector.geometry.plan import Edge, Plan, planning
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
-from vllm_pd_connector.transport.base import is_met
 from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class ReadLink(PeerLink):
         for edge in plan.edges:
             source = by_rank[edge.source]
             scratch = (source.scratch,) if source.scratch is not None else ()
-            while not is_met(transport, source.endpoint):
-                yield
+            yield from self._meeting(transport, edge.source, source.endpoint)
             peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
             self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
             yield

@@ -5,11 +5,12 @@ staged transfer is a `Stream` of chunks (`geometry.staging.chunks`): each takes 
 it back in the end. Between, a chunk that reads is read into its slot and copied to where its bytes belong; one that
 writes is copied out of the cache into its slot and written from there. A stream has at most four chunks under way, so
 that some are moved while another is copied, and streams with fewer go first. When the buffer is full, streams wait, and
-their deadlines run on. One instance never holds more than half of it, so that a frozen one does not stop others.
+their deadlines run on. One instance never has chunks in more than half of its sections (`buffer`), so that a frozen one
+does not stop others.
 
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
-What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
-until that worker has ended (`peers.process_watch`). A staged write that was given up may still write to the peer, and
+What may still be written to is the slot: it stays out until its read is terminal, or that worker has ended
+(`peers.process_watch`). A staged write that was given up may still write to the peer, and
 while the transport works on it `holds` says so; its slots are only read, for blocks that are in quarantine there.
 
 A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
@@ -21,7 +22,6 @@ All of it runs in the transfer thread, in slices of about a millisecond. Figures
 from __future__ import annotations
 
 import time
-from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
 from vllm_pd_connector.transport.base import TransferStatus
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S, has_ended
 from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 from vllm_pd_connector.worker.staging.buffer import ALIGNMENT, StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import copier_for
@@ -79,11 +79,10 @@ class Stager:
 
     def __init__(self, transport: Transport, segments: Sequence[Segment], length: int, *, states: bool = False) -> None:
         self._transport = transport
-        # A chunk of the largest size must fit beside the gaps that smaller ones leave.
         self.chunk_bytes = length // CHUNKS_PER_BUFFER // ALIGNMENT * ALIGNMENT
         self.copier: Copier = copier_for(segments, copies=self.chunk_bytes > 0, states=states)
         self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
-        self.staging = StagingBuffer(length if self._memory else 0)
+        self.staging = StagingBuffer(length if self._memory else 0, self.chunk_bytes)
         self._streams: list[Stream] = []
         self._orphans: list[InFlightChunk] = []
         self._stuck: list[InFlightChunk] = []
@@ -111,7 +110,8 @@ class Stager:
         if self._streams:
             age, chunks = time.monotonic() - self._posted_at, CHUNKS_UNDER_WAY * self.chunk_bytes
             return FIRST_S if self._moving else pause(age, chunks)
-        return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck else None
+        over = any(flight.stream.watch is not None and flight.stream.watch.over for flight in self._stuck)
+        return POLL_DRAINING_S if self._orphans or over else LOOK_S if self._stuck else None
 
     def start(
         self,
@@ -220,10 +220,13 @@ class Stager:
         return (flight for stream in self._streams for flight in stream.in_flight if not flight.transfer)
 
     def _bury(self, now: float) -> None:
-        """Forget transfers of which nothing is heard any more, when their worker has ended."""
-        for flight in [f for f in self._stuck if f.stream.watch is not None and f.stream.watch.ended(now)]:
-            self._stuck.remove(flight)
-            self.staging.give(flight.slot)
+        """Forget transfers that were given up and run on, or of which nothing is heard any more, when their worker has
+        ended."""
+        for lost in (self._orphans, self._stuck):
+            for flight in list(lost):
+                if has_ended(flight.stream.watch, self._transport, flight.stream.peer, now):
+                    lost.remove(flight)
+                    self.staging.give(flight.slot)
 
     def _abandon(self, stream: Stream) -> None:
         self._streams.remove(stream)
@@ -318,18 +321,20 @@ class Stager:
                     failed[stream] = _defect(error)
 
     def _refill(self, failed: dict[Stream, TransferError]) -> bool:
-        """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn."""
-        ready = [
-            (s, s.waiting)
-            for s in self._streams
-            if s.waiting is not None and len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed
-        ]
-        if not ready:
+        """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn: before all
+        others, or, where its instance has used up its share, before others of that."""
+        ready = [s for s in self._streams if len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed]
+        used_up: set[int] = set()
+        for stream in sorted(ready, key=lambda s: len(s.in_flight)):
+            holder, chunk = id(stream.instance), stream.waiting
+            if chunk is None or holder in used_up:
+                continue
+            if self.staging.allows(chunk.size, holder):
+                break
+            used_up.add(holder)
+        else:
             return False
-        held, most = self._held(), self.staging.length // 2  # of one instance
-        fitting = [(s, chunk) for s, chunk in ready if held[id(s.instance)] + chunk.size <= most]
-        stream, chunk = min(fitting, key=lambda one: len(one[0].in_flight), default=(None, None))
-        if stream is None or chunk is None or (slot := self.staging.take(chunk.size)) is None:
+        if (slot := self.staging.take(chunk.size, holder)) is None:
             return False
         stream.waiting = None
         assert self._memory is not None
@@ -372,13 +377,6 @@ class Stager:
             stream.made = stream.waiting is None
         except Exception as error:  # a defect of ours that one stream met must not reach the others
             failed[stream] = _defect(error)
-
-    def _held(self) -> Counter[int]:
-        """Bytes of the buffer by the `id` of the instance that they are for."""
-        held: Counter[int] = Counter()
-        for flight in (*self._orphans, *self._stuck, *(f for s in self._streams for f in s.in_flight)):
-            held[id(flight.stream.instance)] += self.staging.size_of(flight.slot)
-        return held
 
 
 def _seen_by_owner(chunk: Chunk, error: TransferError) -> TransferError:
