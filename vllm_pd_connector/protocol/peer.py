@@ -9,9 +9,9 @@
 A peer is one incarnation of one engine, named by address and incarnation: another incarnation at the same address is
 another peer, and a machine that sees one declares its own peer dead for ever. Only in READY and SUSPECT the transport
 is used. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants, except to
-settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row, or one that connected for as
-long as requests wait, the waiting requests fail, and later ones fail at once until the back-off has passed. A refusal
-is remembered, with its text.
+settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row, or one in which the transport
+did not come back, the waiting requests fail, and later ones fail at once until the back-off has passed. A refusal is
+remembered, with its text.
 
 See docs/design/protocol.md.
 """

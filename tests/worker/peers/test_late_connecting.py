@@ -51,6 +51,16 @@ class Link:
         return peers.Connected()
 
 
+class Slow(Link):
+    """Each piece of which takes a turn."""
+
+    def connecting(self) -> Pieces[Any]:
+        while not self.met:
+            connecting.time.now += connecting.PIECES_S  # type: ignore[attr-defined]
+            yield
+        return peers.Connected()
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
@@ -60,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def begun() -> Connecting[Any]:
-    return Connecting(None, Link.connecting, LIMIT_S)  # type: ignore[arg-type]
+    return Connecting(None, lambda link: link.connecting(), LIMIT_S)  # type: ignore[arg-type]
 
 
 def test_a_peer_that_is_not_connected_in_time_is_given_up_and_says_what_it_waits_for(clock, begun):
@@ -79,6 +89,24 @@ def test_a_peer_that_is_not_connected_in_time_is_given_up_and_says_what_it_waits
     clock.now += 1.0
     [(ended, _, failure)] = begun.go_on()
     assert ended is behind and failure.late and not begun and begun.due is None, "its time began with its manifests"
+
+
+def test_who_is_connected_slowly_takes_its_time_and_so_does_who_comes_behind(clock, begun):
+    """A thousand ranks, or a starved processor: something is connected all the time."""
+    slow, behind = Slow(), Link()
+    begun.begin(slow, ARRIVED, ())
+    begun.begin(behind, ARRIVED, ())
+    for _ in range(int(2 * LIMIT_S)):
+        assert not list(begun.go_on())
+        clock.now += 1.0
+    slow.met = True
+    assert list(begun.go_on()) == [(slow, ARRIVED, peers.Connected())]
+    assert behind in begun
+    clock.now += LIMIT_S - 2.0
+    assert not list(begun.go_on()), "its transport began when its turn came"
+    clock.now += 2.0
+    [(ended, _, failure)] = begun.go_on()
+    assert ended is behind and failure.late
 
 
 def test_what_a_library_does_aside_is_looked_at_ever_more_rarely(clock, begun):

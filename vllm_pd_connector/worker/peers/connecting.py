@@ -5,7 +5,8 @@ done piece by piece, before the peer's machine is told of the manifests that hav
 that is done. Where it wants that no more by then, the peer is let go of.
 
 A transport may do a part aside (`transport.base.is_met`), in a library that may never come back. It is looked at ever
-more rarely, and no peer is connected for longer than requests wait for one.
+more rarely, and a peer that waits for it is given up where nothing was connected, of any, for as long as requests wait
+for a handshake. Who has many ranks, or comes behind many, takes the time that it takes.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Connecting(Generic[LinkKind]):
     Args:
         connect: what it takes to connect a link, which comes to what its machine is to be told, also where a
             DeadlineExceeded comes in between; raises nothing.
-        limit_s: how long connecting may take.
+        limit_s: how long a transport may do its part while nothing is connected.
     """
 
     def __init__(self, transport: Transport, connect: Callable[[LinkKind], Pieces[Event]], limit_s: float) -> None:
         self._transport = transport
         self._connect = connect
         self._limit_s = limit_s
-        self._due = 0.0
+        self._due = self._moved_at = 0.0
         self._begun: dict[LinkKind, _Begun] = {}
         self._files = FilesLeft()
 
@@ -101,7 +102,7 @@ class Connecting(Generic[LinkKind]):
             link, begun = next(iter(self._begun.items()))
             if link.machine.connects(begun.arrived):
                 try:
-                    self._step(link, begun.pieces, begun.at, self._limit_s)
+                    self._step(link, begun.pieces, max(begun.at, self._moved_at), self._limit_s)
                 except StopIteration as end:
                     del self._begun[link]
                     yield link, begun.arrived, end.value
@@ -111,11 +112,13 @@ class Connecting(Generic[LinkKind]):
             if link in self._begun and link.waits_for:
                 self._due = now + min((now - begun.at) * SHARE, LONGEST_OF_OLD_S)
                 return
+            if link in self._begun:
+                self._moved_at = now
             if now >= until:
                 return
 
     def at_once(self, link: LinkKind) -> Event:
-        """Connect a link with nothing done in between, for at most AT_ONCE_S."""
+        """Connect a link with nothing done in between; one that waits for its transport for at most AT_ONCE_S."""
         pieces, began = self._connect(link), time.monotonic()
         while True:
             try:
@@ -125,8 +128,7 @@ class Connecting(Generic[LinkKind]):
                 return result
 
     def _step(self, link: LinkKind, pieces: Pieces[Event], began: float, limit_s: float) -> None:
-        """Do a piece; when that was not the last and the time is over, end it. StopIteration has what comes of it."""
+        """Do a piece; where it waits and its time is over, end it. StopIteration has what comes of it."""
         next(pieces)
-        if time.monotonic() >= began + limit_s:
-            what = link.waits_for or "others were connected before it"
-            pieces.throw(DeadlineExceeded(f"it was not connected within {limit_s:g} s: {what}"))
+        if link.waits_for and time.monotonic() >= began + limit_s:
+            pieces.throw(DeadlineExceeded(f"it was not connected within {limit_s:g} s: {link.waits_for}"))
