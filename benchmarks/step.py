@@ -66,6 +66,7 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, Prefi
 from vllm_pd_connector.sidechannel.client import SideChannelClient  # noqa: E402
 from vllm_pd_connector.sidechannel.net.sockets import endpoint  # noqa: E402
 from vllm_pd_connector.wake import Wake  # noqa: E402
+from vllm_pd_connector.worker.forward_thread import ForwardThread  # noqa: E402
 from vllm_pd_connector.worker.poll_interval import SHORTEST_S  # noqa: E402
 from vllm_pd_connector.worker.push.step_clock import StepClock  # noqa: E402
 from vllm_pd_connector.worker.push.waves import MAX_WAVES, WaveCount, waves_of  # noqa: E402
@@ -204,11 +205,12 @@ def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
 
     half, loop = made.worker, TransferLoop.__new__(TransferLoop)
     loop._push, loop._pushes, loop._wake = SimpleNamespace(clock=clock), pushes, wake  # type: ignore[assignment]
+    loop._forwards = ForwardThread()
     half._count, half._loop, half._mark = WaveCount(waves_of(layers)), loop, marker(())
     half.follows_layers = True
     if told == COMPUTED:  # a device's, which has done all of a step when it has been launched
         half._mark = lambda: SimpleNamespace(query=computed.__len__)  # type: ignore[assignment]
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=look, daemon=True)
     thread.start()
     times = []
     for step in range(1, reps + 1):

@@ -326,7 +326,7 @@ def test_a_thread_that_could_not_wait_goes_on(prefill, decode, monkeypatch, capl
     """Else nobody's receive would end, and every request would wait for ever."""
     waits, failed = decode.loop._calls.wait, []
 
-    def no_memory(*all_of_it: Any) -> None:
+    def no_memory(*all_of_it: Any, **more: Any) -> None:
         monkeypatch.setattr(decode.loop._calls, "wait", waits)
         failed.append(True)
         raise MemoryError
