@@ -106,13 +106,28 @@ class Server:
         """With SIGTERM; one that drains does so itself, and its workers would end at once if they were told."""
         if not drains:
             _signal_group(self.process, signal.SIGTERM)
-        elif self.process.poll() is None:
-            self.process.terminate()
+        elif self.status() is None:
+            os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Members may outlive the leader, so the group is killed whether or not the leader ended."""
         _signal_group(self.process, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self.process.poll()
+
+    def status(self) -> int | None:
+        """The leader's exit status, negative for a signal; None while it runs. `Popen.poll` keeps a lock for good where
+        a signal's handler raises within it (Ctrl-C); from then on it says None, and `Popen.wait` never returns."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        try:
+            found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody has waited for it
+            return self.process.poll()
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
@@ -202,7 +217,7 @@ class Servers:
         for server in ending:
             drained = began + (server.spec.drains_for if drain else 0.0)
             until = max(drained, time.monotonic()) + STOP_TIMEOUT
-            while server.process.poll() is None and time.monotonic() < until and not self.hurried:
+            while server.status() is None and time.monotonic() < until and not self.hurried:
                 time.sleep(0.02)
             server.kill()
             self._ended |= {server.spec.port, *server.spec.also_listens}
@@ -228,7 +243,7 @@ class Servers:
         """Wait until one of those that run ends by itself; which."""
         while True:
             for server in self._running:
-                if server.process.poll() is not None:
+                if server.status() is not None:
                     return server
             time.sleep(0.5)
 
@@ -276,8 +291,8 @@ def _wait_until_healthy(servers: Sequence[Server], timeout: float, progress: Pro
         now = time.monotonic() - began  # one for all of a round: of those that are late, the first is named
         for server in list(waiting):
             spec = server.spec
-            if server.process.poll() is not None:
-                raise _start_error(server, f"ended with status {server.process.returncode}")
+            if (status := server.status()) is not None:
+                raise _start_error(server, f"ended with status {status}")
             if _answers(server):
                 waiting.remove(server)
                 if progress is not None:

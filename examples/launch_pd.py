@@ -282,7 +282,7 @@ def run(options: argparse.Namespace, instances: Sequence[Spec], router: Sequence
 def _watch(servers: Servers) -> int:
     say("ready; Ctrl-C stops everything")
     ended = servers.first_to_end()
-    say(f"{ended.spec.name} ended with status {ended.process.returncode}; its log {ended.log} ends with:")
+    say(f"{ended.spec.name} ended with status {ended.status()}; its log {ended.log} ends with:")
     print(ended.log_tail(20), flush=True)
     return 1
 

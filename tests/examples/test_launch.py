@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from examples import launch_pd
-from examples.launch import PortError, Spec
+from examples.launch import PortError, Server, Spec
 from examples.roles import CPU_ENVIRONMENT
 from tests.support.ports import free_ports
 
@@ -299,6 +299,28 @@ def test_all_are_waited_for_and_ctrl_c_ends_them_and_their_workers(tmp_path: Pat
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(LIMIT) == 130
     run.expect_no_workers()
+
+
+@pytest.mark.parametrize(("program", "status"), [("import time; time.sleep(600)", -signal.SIGKILL), ("exit(3)", 3)])
+def test_servers_end_also_where_a_signal_has_come_while_their_state_was_asked_for(
+    tmp_path: Path, program: str, status: int
+) -> None:
+    """Its handler raises, and Python keeps the lock that `Popen.poll` had taken just before."""
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    server = Server(Spec("one", (), 1), process, tmp_path / "log")
+    process._waitpid_lock.acquire()  # type: ignore[attr-defined]
+    try:
+        if status > 0:
+            until = time.monotonic() + LIMIT
+            while server.status() is None and time.monotonic() < until:
+                time.sleep(0.01)
+        else:
+            assert server.status() is None
+        server.kill()
+        assert server.status() == status
+    finally:
+        process._waitpid_lock.release()  # type: ignore[attr-defined]
+    assert process.wait(LIMIT) == status
 
 
 def test_the_router_ends_first_and_a_second_ctrl_c_waits_for_nobody(tmp_path: Path, runs: list[Run]) -> None:
