@@ -176,6 +176,9 @@ MEMBERS = (
     ),
     # Read with a default, so that a name that is gone would have another meaning and break nothing.
     _members("vllm.v1.attention.backends.turboquant_attn:TurboQuantAttentionImpl", "_soa_store"),
+    _members(
+        "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm120:FlashInferMLASparseSM120Impl", "kv_scale_format"
+    ),
     _members("vllm.v1.attention.backends.rocm_attn:RocmAttentionImpl", "_use_interleaved_v_cache", (0, 33)),
     _members(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig",
