@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,6 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends.rocm_aiter_unified_attn import (
-    RocmAiterUnifiedAttentionBackend,
-    RocmAiterUnifiedAttentionImpl,
-)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 
 from tests.compat.model import test_attention_layers as layers
@@ -32,20 +30,27 @@ FP8 = replace(PLAIN, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
 SHUFFLED = replace(PLAIN, num_head_slots=2, state_content_bytes=4 * 128 * 2)
 
 
+@pytest.fixture
+def unified(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module, which asks an AMD GPU what it is from 0.33 on."""
+    monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", SimpleNamespace(on_gfx1250=lambda: False))
+    return importlib.import_module("vllm.v1.attention.backends.rocm_aiter_unified_attn")
+
+
 @pytest.mark.parametrize("spec", [PLAIN, FP8], ids=["bfloat16", "fp8"])
-def test_the_unified_backend_writes_what_flash_attention_does(spec: FullAttentionSpec) -> None:
+def test_the_unified_backend_writes_what_flash_attention_does(spec: FullAttentionSpec, unified: Any) -> None:
     """AMD's default beside a connector. Shuffled, as vLLM 0.33 has it on gfx1250, it was not read."""
-    backend = RocmAiterUnifiedAttentionBackend
+    backend = unified.RocmAiterUnifiedAttentionBackend
     assert backend.customize_spec(spec) is spec
     known = page_of(spec, "FLASH_ATTN", rocm=True)
     assert page_of(spec, backend.get_name(), rocm=True) == known and known.form is Form.KEY_VALUE
     assert page_of(spec, backend.get_name(), rocm=True, shuffled=True).form is Form.OPAQUE
 
 
-def test_the_unified_backend_has_k_and_v_side_by_side_in_the_content() -> None:
+def test_the_unified_backend_has_k_and_v_side_by_side_in_the_content(unified: Any) -> None:
     cache = torch.arange(3 * 2 * 4 * 16).reshape(3, 2, 4, 16)  # (B, H, N, 2 * hs)
     own: Any = SimpleNamespace(head_size=8, _shuffle_kv_layout=False)
-    key, value = RocmAiterUnifiedAttentionImpl._split_kv_cache(own, cache)
+    key, value = unified.RocmAiterUnifiedAttentionImpl._split_kv_cache(own, cache)
     assert torch.equal(key.transpose(1, 2), cache[..., :8]) and torch.equal(value.transpose(1, 2), cache[..., 8:])
 
 
