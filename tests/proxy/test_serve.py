@@ -18,6 +18,7 @@ import urllib.request
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
@@ -140,6 +141,18 @@ def test_what_fails_within_the_router_s_server_is_logged_whole() -> None:
     except ValueError:
         record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 1, "Error of %s", ("x",), sys.exc_info())
     assert without_headers(record) and record.exc_info is not None and record.levelno == logging.ERROR
+
+
+def test_the_address_of_who_sends_what_cannot_be_read_is_no_format() -> None:
+    """One of a link has its interface behind a "%"."""
+    try:
+        raise BadHttpMessage("Authorization: Bearer secret")
+    except BadHttpMessage:
+        given = "", 1, "Error handling request from %s", ("fe80::1%eth0",), sys.exc_info()
+        record = logging.LogRecord("aiohttp.server", logging.ERROR, *given)
+    assert without_headers(record)
+    told = logging.Formatter().format(record)
+    assert told == "Error handling request from fe80::1%eth0: BadHttpMessage, answered with 400"
 
 
 def test_the_command_ends_when_it_is_told_to_though_an_instance_does_not_answer_at_its_start() -> None:

@@ -211,7 +211,7 @@ def without_headers(record: logging.LogRecord) -> bool:
     aiohttp logs a traceback, and the beginning of the header in it."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
-        record.msg, record.args = f"{record.getMessage()}: %s, answered with 400", (type(error).__name__,)
+        record.msg, record.args = "%s: %s, answered with 400", (record.getMessage(), type(error).__name__)
         record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
     return True
 

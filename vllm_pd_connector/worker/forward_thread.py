@@ -2,8 +2,8 @@
 
 While it does, it needs the interpreter and a core, and what the transfer thread takes of both makes steps longer: then
 that thread's sleeps stay as long as the kernel makes them. While it does not, as where a decode instance only waits for
-caches, nobody is disturbed by one that sleeps no longer than it asks for, and bytes over TCP come a tenth faster
-(docs/design/transports.md, Pauses).
+caches, nobody is disturbed by one that sleeps no longer than it asks for, and over TCP the peer is kept from falling
+asleep: a tenth of the speed where that is high, next to nothing where it is not (docs/design/transports.md, Pauses).
 
 The kernel counts the processor time of each thread, and another thread of the process may ask for it.
 """

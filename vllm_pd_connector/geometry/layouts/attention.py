@@ -244,7 +244,7 @@ def _of_bytes(view: PageView, description: str) -> Tensor:
 
 
 def _half(heads: Interval) -> Interval:
-    """Of two slots a rank, as many as there are ranks before it."""
+    """What a rank has of one plane, where it has two slots in all: one, behind those of the ranks before it."""
     return Interval(heads.start // 2, heads.start // 2 + 1)
 
 
