@@ -16,8 +16,9 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tests.support.geometry.world import instance
 from tests.support.ports import free_port
-from tests.support.worker.decode_instance import until
+from tests.support.worker.decode_instance import D_SIDE, Decode, Prefill, set_faults, under_way, until, until_in
 from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
+from tests.support.worker.writer import Target, Writer, hold_writes
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
@@ -258,6 +259,55 @@ def test_the_memory_does_not_go_while_a_thread_may_touch_it(
         stuck.ends.set()
     half.restore()
     assert half._loop is not None and half._loop.runs
+
+
+def test_blocks_of_reads_that_sleep_ends_come_back_with_the_waking(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/release_kv_cache_memory` waits for none that was given up."""
+    [worker] = instance(MODEL, D_SIDE, "d-0")
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0)
+    config = parse_config({"transport": "loopback", "staging_bytes": 0})
+    half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
+    half.register({})
+    set_faults(prefill.transports, frozen=True)
+    take_step(half, StepMetadata(step=1, receives=[prefill.request("reads"), prefill.request("given up")]))
+    loop = half._loop
+    assert loop is not None
+    active = loop._receives._active
+    until_in(loop, lambda: len(active) == 2 and all(map(under_way, active.values())), "reads")
+    take_step(half, StepMetadata(step=2, aborts=["given up"]))
+    until_in(loop, lambda: active["given up"].reported, "its report")
+    half.unregister()
+    half.restore()
+    take_step(half, StepMetadata(step=3))
+    both = {"reads", "given up"}
+    assert half.transfer_results().failed_recving == both
+    report = half.take_report()
+    half.shutdown()
+    assert report is not None and report.quarantined == report.drained == dict.fromkeys(both, 1)
+
+
+def test_blocks_that_a_prefill_instance_may_still_write_stay_in_quarantine(writer: Writer, target: Target) -> None:
+    hold_writes(writer, target)
+    target.loop.close()
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(
+    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode.transport, "close", lambda: 1 // 0)
+    set_faults(prefill.transports, frozen=True)
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: decode.reads("a"), "the read")
+    decode.loop.close()
+    assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
 
 
 # -- caches that are written before the first forward ------------------------------------------------------------------

@@ -178,6 +178,7 @@ class TransferLoop:
                 self._sleep()
                 self._turn(time.monotonic())
             self._fail_all("this instance is shutting down", time.monotonic())
+        self._receives.ended()  # not after a transport that did not close: its reads may go on
 
     def _fail_all(self, reason: str, now: float) -> None:
         self._receives.fail_all(reason, now)
