@@ -366,6 +366,8 @@ def test_a_connection_has_settled_when_its_agent_was_polled_often_and_long_enoug
     settled = [end.transport.settle(peer) for _ in range(SETTLE_POLLS)]
     assert not any(settled[:-1])
     until(lambda: end.transport.settle(peer), "the time to be over")
+    asked = len(polls)
+    assert end.transport.settle(peer) and len(polls) == asked, "it was polled on"
     end.transport.disconnect(peer)
     peer.agent.library, peer.settling = None, None
     until(lambda: end.transport.settle(peer), "an agent that has ended")
