@@ -76,6 +76,24 @@ def test_the_transport_is_told_where_the_caches_are_and_where_the_instance_is(
     assert options == settings and (use.memory, use.device_id) == memory
 
 
+@pytest.mark.parametrize("microbatches", [False, True])
+def test_the_thread_that_only_waits_for_microbatches_is_not_taken_for_the_one_that_launches(
+    monkeypatch: pytest.MonkeyPatch, microbatches: bool
+) -> None:
+    [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=microbatches)
+    vllm_config = SimpleNamespace(kv_transfer_config=roles, parallel_config=engines)
+    half = WorkerHalf(parse_config({"transport": "loopback"}), vllm_config, None)
+    half.register({})
+    half.start_step(StepMetadata(step=1, aborts=["a"]))
+    assert half._loop is not None
+    seen = half._loop._forwards._ident
+    half.shutdown()
+    assert seen == (None if microbatches else threading.get_ident())
+
+
 @pytest.mark.libraries
 def test_a_worker_tells_what_its_transport_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
@@ -83,7 +101,7 @@ def test_a_worker_tells_what_its_transport_speaks(monkeypatch: pytest.MonkeyPatc
     options = {"protocol": "tcp", "address": "127.0.0.1"}
     config = parse_config({"transport": "mooncake", "transport_options": options})
     roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
-    engines = SimpleNamespace(data_parallel_index=0)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
     half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
     half.register({})
     stats = half.take_stats()
@@ -124,7 +142,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
     extra = {"transport": "loopback", "mode": "push", "verify": "all", "side_channel_port": free_port()}
     config = parse_config({**extra, "shutdown_timeout": 0})
     roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
-    engines = SimpleNamespace(data_parallel_index=0)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
     made = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
     made.register({})
     yield made
@@ -268,7 +286,7 @@ def test_blocks_of_reads_that_sleep_ends_come_back_with_the_waking(
     [worker] = instance(MODEL, D_SIDE, "d-0")
     monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
     roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
-    engines = SimpleNamespace(data_parallel_index=0)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
     config = parse_config({"transport": "loopback", "staging_bytes": 0})
     half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
     half.register({})
@@ -323,7 +341,7 @@ def test_a_first_forward_leaves_the_scales_in_pages_that_were_received(monkeypat
     layers = {"layers.0": SimpleNamespace(impl=backend), "layers.1": SimpleNamespace(impl=object())}
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_producer=False, is_kv_consumer=True),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, use_ubatching=False),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
     cache = torch.zeros((4, 2, 16, 2 * (64 + 4)), dtype=torch.int8)
