@@ -19,7 +19,7 @@ from tests.support.ports import free_port
 from tests.support.worker.decode_instance import D_SIDE, Decode, Prefill, set_faults, under_way, until, until_in
 from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
 from tests.support.worker.writer import Target, Writer, hold_writes
-from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob
@@ -316,10 +316,12 @@ def test_blocks_that_a_prefill_instance_may_still_write_stay_in_quarantine(write
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(
-    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode.transport, "close", lambda: 1 // 0)
+def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(prefill: Prefill) -> None:
+    class Unclosed(LoopbackTransport):
+        def close(self) -> None:
+            raise RuntimeError("the library does not end")
+
+    decode = Decode(Config(transport="loopback", staging_bytes=0), transport=Unclosed())
     set_faults(prefill.transports, frozen=True)
     decode.loop.submit([prefill.request("a")], [])
     until(lambda: decode.reads("a"), "the read")

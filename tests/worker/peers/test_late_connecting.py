@@ -85,6 +85,7 @@ def begun() -> Connecting[Any]:
 def test_a_peer_that_is_not_connected_in_time_is_given_up_and_says_what_it_waits_for(clock, begun):
     link, behind = Link(), Link()
     begun.begin(link, ARRIVED, ())
+    assert not list(begun.go_on())
     clock.now += 1.0
     begun.begin(behind, ARRIVED, ())
     while clock.now < 100.0 + LIMIT_S - 0.1:
