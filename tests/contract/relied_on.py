@@ -201,7 +201,7 @@ MEMBERS = (
         "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
         "prefill_context_parallel_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "data_parallel_size_local data_parallel_backend node_rank_within_dp _allow_auto_resolve_cp_interleave_size "
-        "distributed_executor_backend enable_fault_tolerance",
+        "distributed_executor_backend enable_fault_tolerance use_ubatching",
     ),
     _members(
         "vllm.config.kv_transfer:KVTransferConfig",

@@ -173,6 +173,23 @@ def test_blocks_come_back_when_the_transport_has_taken_in_what_the_worker_had_se
     reader.until(lambda: back(reader), "the blocks and the slots")
 
 
+def test_a_transport_that_cannot_say_whether_it_has_settled_costs_no_other_receive(
+    prefill, other, reader, monkeypatch, caplog
+):
+    """One of another package whose `settle` meets a defect: all receives and pushes failed, turn after turn."""
+    set_faults(prefill.transports, frozen=True)
+    assert reader.received(prefill.request("a")) == [False]
+    reader.see_workers()
+    asked: list[object] = []
+    monkeypatch.setattr(reader.transport, "settle", lambda peer: (asked.append(peer), 1 // 0))
+    prefill.end_workers()
+    until(lambda: len(asked) > 20, "the transport to be asked")
+    assert reader.received(other.request("b", remote_engine_id="p-1")) == [True]
+    assert not back(reader)
+    told = sum("its room is kept" in record.getMessage() for record in caplog.records)
+    assert (0 < told <= 2) if reader.loop._config.staging_bytes else not told, "once of each rank"
+
+
 @pytest.mark.parametrize("config", [{"staging_bytes": 0}, {"staging_bytes": 512}], indirect=True)
 def test_a_push_that_never_ends_is_over_with_the_decode_worker(writer: Writer, target: Target, config: Config) -> None:
     hold_writes(writer, target)

@@ -72,6 +72,13 @@ def test_another_thread_reads_the_time_of_the_one_that_was_here():
     assert began <= found[0] <= time.thread_time()
 
 
+def test_a_thread_that_waits_for_those_of_microbatches_is_not_taken_for_an_idle_one(clock):
+    forwards = ForwardThread(microbatches=True)
+    forwards.here()
+    assert [forwards.idle(at) for at in (10.0, 20.0, 30.0)] == [False] * 3
+    assert clock.reads == 0
+
+
 def test_a_thread_that_has_ended_is_not_taken_for_an_idle_one():
     forwards = ForwardThread()
     other = threading.Thread(target=forwards.here)

@@ -105,7 +105,7 @@ def test_half_posted_reads_end_with_the_thread_and_are_reported(prefill, decode)
     half_begun(decode, "a")
     decode.loop.close()
     assert not decode.loop.runs
-    assert decode.wait_for("a") == [False] and decode.quarantined == {"a"}
+    assert decode.wait_for("a") == [False] and decode.quarantined == decode.drained == {"a"}
 
 
 def test_many_requests_of_one_moment_are_begun_over_many_turns_and_all_end(prefill, decode, monkeypatch):

@@ -16,9 +16,10 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tests.support.geometry.world import instance
 from tests.support.ports import free_port
-from tests.support.worker.decode_instance import until
+from tests.support.worker.decode_instance import D_SIDE, Decode, Prefill, set_faults, under_way, until, until_in
 from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
-from vllm_pd_connector.config import parse_config
+from tests.support.worker.writer import Target, Writer, hold_writes
+from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob
@@ -75,6 +76,24 @@ def test_the_transport_is_told_where_the_caches_are_and_where_the_instance_is(
     assert options == settings and (use.memory, use.device_id) == memory
 
 
+@pytest.mark.parametrize("microbatches", [False, True])
+def test_the_thread_that_only_waits_for_microbatches_is_not_taken_for_the_one_that_launches(
+    monkeypatch: pytest.MonkeyPatch, microbatches: bool
+) -> None:
+    [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=microbatches)
+    vllm_config = SimpleNamespace(kv_transfer_config=roles, parallel_config=engines)
+    half = WorkerHalf(parse_config({"transport": "loopback"}), vllm_config, None)
+    half.register({})
+    half.start_step(StepMetadata(step=1, aborts=["a"]))
+    assert half._loop is not None
+    seen = half._loop._forwards._ident
+    half.shutdown()
+    assert seen == (None if microbatches else threading.get_ident())
+
+
 @pytest.mark.libraries
 def test_a_worker_tells_what_its_transport_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
@@ -82,7 +101,7 @@ def test_a_worker_tells_what_its_transport_speaks(monkeypatch: pytest.MonkeyPatc
     options = {"protocol": "tcp", "address": "127.0.0.1"}
     config = parse_config({"transport": "mooncake", "transport_options": options})
     roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
-    engines = SimpleNamespace(data_parallel_index=0)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
     half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
     half.register({})
     stats = half.take_stats()
@@ -123,7 +142,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
     extra = {"transport": "loopback", "mode": "push", "verify": "all", "side_channel_port": free_port()}
     config = parse_config({**extra, "shutdown_timeout": 0})
     roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
-    engines = SimpleNamespace(data_parallel_index=0)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
     made = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
     made.register({})
     yield made
@@ -260,6 +279,57 @@ def test_the_memory_does_not_go_while_a_thread_may_touch_it(
     assert half._loop is not None and half._loop.runs
 
 
+def test_blocks_of_reads_that_sleep_ends_come_back_with_the_waking(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/release_kv_cache_memory` waits for none that was given up."""
+    [worker] = instance(MODEL, D_SIDE, "d-0")
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
+    config = parse_config({"transport": "loopback", "staging_bytes": 0})
+    half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
+    half.register({})
+    set_faults(prefill.transports, frozen=True)
+    take_step(half, StepMetadata(step=1, receives=[prefill.request("reads"), prefill.request("given up")]))
+    loop = half._loop
+    assert loop is not None
+    active = loop._receives._active
+    until_in(loop, lambda: len(active) == 2 and all(map(under_way, active.values())), "reads")
+    take_step(half, StepMetadata(step=2, aborts=["given up"]))
+    until_in(loop, lambda: active["given up"].reported, "its report")
+    half.unregister()
+    half.restore()
+    take_step(half, StepMetadata(step=3))
+    both = {"reads", "given up"}
+    assert half.transfer_results().failed_recving == both
+    report = half.take_report()
+    half.shutdown()
+    assert report is not None and report.quarantined == report.drained == dict.fromkeys(both, 1)
+
+
+def test_blocks_that_a_prefill_instance_may_still_write_stay_in_quarantine(writer: Writer, target: Target) -> None:
+    hold_writes(writer, target)
+    target.loop.close()
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(prefill: Prefill) -> None:
+    class Unclosed(LoopbackTransport):
+        def close(self) -> None:
+            raise RuntimeError("the library does not end")
+
+    decode = Decode(Config(transport="loopback", staging_bytes=0), transport=Unclosed())
+    set_faults(prefill.transports, frozen=True)
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: decode.reads("a"), "the read")
+    decode.loop.close()
+    assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
+
+
 # -- caches that are written before the first forward ------------------------------------------------------------------
 
 
@@ -273,7 +343,7 @@ def test_a_first_forward_leaves_the_scales_in_pages_that_were_received(monkeypat
     layers = {"layers.0": SimpleNamespace(impl=backend), "layers.1": SimpleNamespace(impl=object())}
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_producer=False, is_kv_consumer=True),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, use_ubatching=False),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
     cache = torch.zeros((4, 2, 16, 2 * (64 + 4)), dtype=torch.int8)

@@ -129,7 +129,8 @@ class Transport(Protocol):
         """State of a transfer, without blocking. Polling again after DONE or an error is an error of the caller.
 
         Raises:
-            TransferError: it failed. When it is not `terminal`, bytes may move until `close` and nothing will tell.
+            TransferError: it failed. When it is not `terminal`, bytes may move until `close`, or the end of the
+                peer's process (`has_settled`), and nothing else will tell.
         """
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
@@ -167,8 +168,8 @@ def is_met(transport: Transport, endpoint: bytes) -> bool:
 def has_settled(transport: Transport, peer: TransportPeer) -> bool:
     """Have a transport take in what the peer's process, which has ended, had sent before; whether nothing of that can
     land any more, also of transfers that never end. To be asked until it is. What nobody polls for may lie in a socket
-    of this host for any time, and land with the next transfer that is polled. A transport that takes it in by itself
-    has no `settle`."""
+    of this host for any time, and land with the next transfer that is polled. Transfers with the peer need no
+    look from then on, and may fail in one. A transport that takes it in by itself has no `settle`."""
     settle: Callable[[TransportPeer], bool] | None = getattr(transport, "settle", None)
     return settle is None or settle(peer)
 

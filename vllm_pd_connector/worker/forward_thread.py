@@ -5,7 +5,11 @@ that thread's sleeps stay as long as the kernel makes them. While it does not, a
 caches, nobody is disturbed by one that sleeps no longer than it asks for, and over TCP the peer is kept from falling
 asleep: a tenth of the speed where that is high, next to nothing where it is not (docs/design/transports.md, Pauses).
 
-The kernel counts the processor time of each thread, and another thread of the process may ask for it.
+The kernel counts the processor time of each thread, and another thread of the process may ask for it. Microbatches
+(`--enable-dbo`) have threads of their own, new ones in each step, for which the one that is seen here only waits: then
+nothing is known.
+
+Source: vLLM 0.32, `v1/worker/gpu_ubatch_wrapper.py` (`_run_ubatches`).
 """
 
 from __future__ import annotations
@@ -21,9 +25,14 @@ BUSY_SHARE = 0.1
 
 
 class ForwardThread:
-    """See the module. `here` is called in that thread, `idle` in another."""
+    """See the module. `here` is called in that thread, `idle` in another.
 
-    def __init__(self) -> None:
+    Args:
+        microbatches: whether forwards are launched by others, for which it waits.
+    """
+
+    def __init__(self, *, microbatches: bool = False) -> None:
+        self._microbatches = microbatches
         self._ident: int | None = None
         self._clock: int | None = None
         self._sampled_at = 0.0
@@ -32,7 +41,7 @@ class ForwardThread:
 
     def here(self) -> None:
         """The calling thread launches forwards."""
-        if (ident := threading.get_ident()) != self._ident:
+        if (ident := threading.get_ident()) != self._ident and not self._microbatches:
             self._ident, self._clock = ident, time.pthread_getcpuclockid(ident)
 
     def idle(self, now: float) -> bool:

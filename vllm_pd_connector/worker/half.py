@@ -131,6 +131,7 @@ class WorkerHalf:
             push=push,
             received=self._trace.received if self._trace is not None else None,
             address=address_towards(self._side_channel()[0]),
+            microbatches=self._vllm_config.parallel_config.use_ubatching,
         )
         try:
             self._offer(manifest)

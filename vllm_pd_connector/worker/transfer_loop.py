@@ -72,6 +72,7 @@ class TransferLoop:
         received: called in the thread before a good receive is reported (the digest trace), or None; its other
             arguments are the prefill's request id and `Bound.first_valid_tokens`.
         address: where this worker is dialled by who watches it.
+        microbatches: see `ForwardThread`.
     """
 
     name = "pd-transfer"
@@ -87,6 +88,7 @@ class TransferLoop:
         push: PushSetup | None = None,
         received: Callable[[ReceiveRequest, str, Mapping[int, int]], None] | None = None,
         address: Address = _LOOPBACK,
+        microbatches: bool = False,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -101,7 +103,7 @@ class TransferLoop:
         self._scratch: Memory | None = None
         self._inbox: deque[ReceiveRequest | str] = deque()  # to begin, and names of those to give up
         self._wake = Wake()
-        self._forwards = ForwardThread()
+        self._forwards = ForwardThread(microbatches=microbatches)
         self._comparison = ChecksumComparison(config, manifest, self._wake)
         self._stop = self._failed = False
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -178,6 +180,7 @@ class TransferLoop:
                 self._sleep()
                 self._turn(time.monotonic())
             self._fail_all("this instance is shutting down", time.monotonic())
+        self._receives.ended()  # not after a transport that did not close: its reads may go on
 
     def _fail_all(self, reason: str, now: float) -> None:
         self._receives.fail_all(reason, now)

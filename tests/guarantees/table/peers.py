@@ -92,6 +92,11 @@ GUARANTEES = [
         "test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended",
     ),
     Guarantee(
+        "blocks of a push stay in quarantine when the decode worker falls asleep",
+        "Receives", "DRAINING and not active.question:", "DRAINING:",
+        "test_blocks_that_a_prefill_instance_may_still_write_stay_in_quarantine",
+    ),
+    Guarantee(
         "what an ended worker had sent is in memory before blocks are given back",
         "has_ended", " and has_settled(transport, peer)", "",
         "test_blocks_come_back_when_the_transport_has_taken_in_what_the_worker_had_sent",

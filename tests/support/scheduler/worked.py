@@ -49,7 +49,7 @@ class WorkedEngine(Engine):
 
     def _make_half(self, role: str, extra: dict[str, Any]) -> WorkerHalf:
         roles = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
-        place = SimpleNamespace(data_parallel_index=0)
+        place = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
         config = parse_config({"shutdown_timeout": 0, **extra})
         half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=place), SimpleNamespace())
 

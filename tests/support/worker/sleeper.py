@@ -80,7 +80,7 @@ class Sleeper:
         vars(half_module)["build_manifest"] = self.caches.manifest  # what vLLM would have told
         config = Config(transport=transport, transport_options=dict(options), shutdown_timeout=0)
         roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=False)
-        place = SimpleNamespace(data_parallel_index=0)
+        place = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
         self.half = half_module.WorkerHalf(
             config, SimpleNamespace(kv_transfer_config=roles, parallel_config=place), SimpleNamespace()
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.transport.agents import OPTIONS, SIZE, instead
+from tests.support.transport.agents import OPTIONS, SIZE, instead, raises
 from tests.support.transport.ends import End, until, whole
 from tests.support.transport.variants import MIB
-from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.transport.nixl import transfer as nixl_transfer
 from vllm_pd_connector.transport.nixl.agents import Agent, Library
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions
 
@@ -109,6 +111,37 @@ def test_an_agent_that_ends_gives_its_memory_back_beside_the_transfers(
     end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
     assert end.digest() == other.digest()
     goes.set()
+
+
+@pytest.mark.parametrize("unclear", [False, True])
+def test_what_the_library_never_ends_keeps_no_agent_when_its_peer_s_process_has_ended(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, unclear: bool
+) -> None:
+    """Who waited for it looks at it no more, and three agents are all that may be replaced."""
+    monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.0)
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    post = end.transport._posting().library.postXferReq
+    agent = instead(
+        end,
+        postXferReq=lambda *given: (post(*given), running)[1],
+        getXferStatus=raises("nixlBackendError") if unclear else lambda handle: running,
+    )
+    transfer = end.transport.read(peer, whole(other.address, end.address, MIB))
+    if unclear:
+        with pytest.raises(TransferError, match="who knows"):
+            end.transport.poll(transfer)
+    replace(end, peer)
+    end.transport.disconnect(peer)
+    assert end.transport._older == [peer.agent] and not agent.released
+    until(lambda: end.transport.settle(peer), "what its process had sent")
+    assert agent.released and not peer.transfers and not transfer.posted and peer.window.running == 0
+    assert not end.transport._older and not peer.agent.peers
+    if not unclear:
+        with pytest.raises(PeerLost, match="has ended") as failure:
+            end.transport.poll(transfer)
+        assert failure.value.terminal
 
 
 def test_where_no_thread_is_left_another_agent_is_made_later_and_one_that_ends_waits_for_the_transport(

@@ -362,10 +362,18 @@ def test_a_connection_has_settled_when_its_agent_was_polled_often_and_long_enoug
     monkeypatch.setattr(nixl_transfer, "SETTLE_S", 0.05)
     end, other = ends
     peer, polls = end.transport.connect(other.endpoint, other.segments), list[None]()
-    instead(end, getNotifs=lambda *_: polls.append(None) if len(polls) % 2 else raises("nixlBackendError")())
+
+    def polled(*_: Any) -> None:
+        polls.append(None)
+        if len(polls) % 2:
+            raise error("nixlBackendError")
+
+    instead(end, getNotifs=polled)
     settled = [end.transport.settle(peer) for _ in range(SETTLE_POLLS)]
     assert not any(settled[:-1])
     until(lambda: end.transport.settle(peer), "the time to be over")
+    asked = len(polls)
+    assert end.transport.settle(peer) and len(polls) == asked, "it was polled on"
     end.transport.disconnect(peer)
     peer.agent.library, peer.settling = None, None
     until(lambda: end.transport.settle(peer), "an agent that has ended")

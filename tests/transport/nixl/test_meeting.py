@@ -157,6 +157,26 @@ def test_a_meeting_that_goes_on_ends_with_the_transport(loads: Loads) -> None:
     other.transport.close()
 
 
+def test_a_meeting_that_met_a_defect_costs_no_other_peer_and_ends_with_the_transport(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, alone, first, second = made(), End("nixl", OPTIONS, SIZE), made(), made()
+    load, defects = Library._load, [RuntimeError("a defect"), RuntimeError("another")]
+
+    def broken(library: Library, *given: Any) -> None:
+        if defects:
+            raise defects.pop()
+        load(library, *given)
+
+    monkeypatch.setattr(Library, "_load", broken)
+    for one in (end, alone):
+        until(met(one, first), "the end of a meeting of which nobody takes what came of it")
+    alone.transport.close()
+    assert alone.transport._poster.library is None
+    until(met(end, second), "the other peer")
+    reads(end, second, end.transport.connect(second.endpoint, second.segments))
+
+
 def test_where_no_thread_is_left_the_peer_is_met_by_who_connects(
     made: Any, loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from tests.support.worker.decode_instance import in_its_thread, set_faults, unti
 from tests.support.worker.writer import CONFIG, Target, freed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.protocol.peer import Suspected
+from vllm_pd_connector.protocol.peer import Lost, Suspected
 from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 from vllm_pd_connector.worker.peers.pool import Links
 
@@ -108,12 +108,29 @@ def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, ta
     target.loop.submit([both_ways(writer, target)], [])
     auto_mode = target.loop._auto_mode
     until(lambda: bool(auto_mode._running), "the self-test to begin")
-    [(link, _)] = auto_mode._running
+    [(link, *_)] = auto_mode._running
     until(lambda: target.reads("d"), "the read that does not wait for it")
     set_faults(writer.transports, frozen=False)
     assert target.wait_for("d") == [True]
     until(lambda: not auto_mode._running, "the self-test to end")
     assert link.bandwidth is not None
+
+
+def test_a_self_test_that_never_ends_is_over_with_the_worker(writer, target):
+    """It was looked at for ever, and its peer was never forgotten."""
+    set_faults(writer.transports, frozen=True)
+    target.loop.submit([both_ways(writer, target)], [])
+    auto_mode, links = target.loop._auto_mode, target.loop._receives._links
+    until(lambda: target.reads("d") and bool(auto_mode._running), "the self-test to begin")
+    target.see_workers()
+    [(link, *_)] = auto_mode._running
+    in_its_thread(target.loop, lambda now: links.drive(link, Lost("a reset"), now))
+    assert target.wait_for("d") == [False] and auto_mode._running, "its transfer may end yet"
+    for loop in writer.loops:
+        with contextlib.suppress(TransferError):
+            in_its_thread(loop, lambda _, loop=loop: loop._processes.close())
+    until(lambda: not auto_mode._running, "the self-test to end")
+    assert link.bandwidth is None
 
 
 def test_a_prefill_side_that_cannot_write_is_read_from_on(writer, target, monkeypatch, caplog):

@@ -30,7 +30,7 @@ class Clock:
 class Link:
     """What is connected of it in `pieces`, of which the last waits until `met`."""
 
-    waits_for, met = "", False
+    waits_for, met, fails = "", False, False
     manifests: Any = ()
     machine = SimpleNamespace(connects=lambda arrived: True)
 
@@ -47,8 +47,17 @@ class Link:
                 yield
             self.waits_for = ""
         except DeadlineExceeded as error:
+            self.waits_for = ""
             return peers.ConnectFailed(str(error), late=True)
-        return peers.Connected()
+        return peers.ConnectFailed("refused") if self.fails else peers.Connected()
+
+
+class Decoded(Link):
+    """Whose first piece waits for nothing."""
+
+    def connecting(self) -> Pieces[Any]:
+        yield
+        return (yield from super().connecting())
 
 
 class Slow(Link):
@@ -76,6 +85,7 @@ def begun() -> Connecting[Any]:
 def test_a_peer_that_is_not_connected_in_time_is_given_up_and_says_what_it_waits_for(clock, begun):
     link, behind = Link(), Link()
     begun.begin(link, ARRIVED, ())
+    assert not list(begun.go_on())
     clock.now += 1.0
     begun.begin(behind, ARRIVED, ())
     while clock.now < 100.0 + LIMIT_S - 0.1:
@@ -107,6 +117,38 @@ def test_who_is_connected_slowly_takes_its_time_and_so_does_who_comes_behind(clo
     clock.now += 2.0
     [(ended, _, failure)] = begun.go_on()
     assert ended is behind and failure.late
+
+
+def test_who_waits_behind_a_peer_for_a_library_that_does_not_come_back_is_given_up_with_it(clock, begun):
+    """Each took the time of a handshake behind the one before it: the n-th peer waited n times as long."""
+    links = [Decoded() for _ in range(3)]
+    for link in links:
+        begun.begin(link, ARRIVED, ())
+    ended: list[Any] = []
+    while clock.now < 100.0 + LIMIT_S + 1.0:
+        ended += begun.go_on()
+        assert bool(ended) == (clock.now > 100.0 + LIMIT_S)
+        clock.now += 0.3
+    assert [link for link, _, _ in ended] == links and all(failure.late for _, _, failure in ended)
+    begun.begin(later := Decoded(), ARRIVED, ())
+    clock.now += LIMIT_S - 1.0
+    assert not list(begun.go_on()) and later in begun, "its time is its own"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_behind_a_peer_for_a_library_that_comes_back_has_its_whole_time(clock, begun, fails):
+    first, behind = Decoded(), Decoded()
+    for link in (first, behind):
+        begun.begin(link, ARRIVED, ())
+    assert not list(begun.go_on())
+    clock.now += LIMIT_S - 1.0
+    first.met, first.fails = True, fails
+    [(ended, _, _)] = begun.go_on()
+    assert ended is first
+    clock.now += LIMIT_S - 1.0
+    assert not list(begun.go_on()) and behind in begun
+    clock.now += 2.0
+    assert [link for link, _, failure in begun.go_on() if failure.late] == [behind]
 
 
 def test_what_a_library_does_aside_is_looked_at_ever_more_rarely(clock, begun):

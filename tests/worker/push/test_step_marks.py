@@ -196,6 +196,7 @@ def make_worker(
         model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False, is_diffusion=False),
         parallel_config=SimpleNamespace(
             data_parallel_index=0,
+            use_ubatching=False,
             data_parallel_backend="mp",
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,

@@ -146,12 +146,11 @@ class Library:
         if meeting is None:
             return
         try:
-            with self.translated(f"meeting agent {meeting.name}"):
-                meeting.end()
-                if not meeting.agent.peers[meeting.name] and meeting.agent.library is not None:
-                    meeting.agent.library.invalidateRemoteMD(meeting.name)
-        except TransferError as error:
-            logger.debug("in vain: %s", error)
+            meeting.end()
+            if not meeting.agent.peers[meeting.name] and meeting.agent.library is not None:
+                meeting.agent.library.invalidateRemoteMD(meeting.name)
+        except Exception as error:  # whatever it is: nobody waits for this peer any more, and others do for theirs
+            logger.debug("agent %s was met in vain: %s", meeting.name, error)
 
     def prepare(self, ranges: Ranges) -> Preparation:
         """Start an agent without a progress thread and register memory with it, in a thread of its own.

@@ -25,30 +25,34 @@ takes in what had come and ends the endpoint's other lanes, and what they had be
 class Settling:
     """The polls of an agent after the end of a connection; begun with the first."""
 
-    __slots__ = ("left", "until")
+    __slots__ = ("left", "over", "until")
 
     def __init__(self) -> None:
-        self.until, self.left = time.monotonic() + SETTLE_S, SETTLE_POLLS
+        self.until, self.left, self.over = time.monotonic() + SETTLE_S, SETTLE_POLLS, False
 
     def poll(self, agent: Agent, errors: tuple[type[Exception], ...]) -> bool:
-        """Poll the agent once; whether nothing lands any more. An agent that has ended brings nothing either."""
+        """Poll the agent once, unless it is over; whether it is: nothing lands any more. An agent that has ended brings
+        nothing either."""
+        if self.over:
+            return True
         if agent.library is not None:
             with suppress(*errors):
                 agent.library.getNotifs({}, [])  # polls an agent without a thread
         self.left -= 1
-        return time.monotonic() >= self.until and self.left <= 0
+        self.over = time.monotonic() >= self.until and self.left <= 0
+        return self.over
 
 
 @dataclass(eq=False, slots=True)
 class NixlPeer:
-    """`agent` is ours that posts to it, `window` bounds what of its transfers runs. `settling`: since its process has
-    ended."""
+    """`agent` is ours that posts to it, `window` bounds what of its `transfers` runs, those that have not ended.
+    `settling`: since its process has ended."""
 
     agent: Agent
     name: str
     ranges: Ranges
     window: Window = field(default_factory=Window)
-    running: int = 0
+    transfers: set[NixlTransfer] = field(default_factory=set)
     leaving: bool = False
     settling: Settling | None = None
 
@@ -84,6 +88,15 @@ class NixlTransfer:
     def runs(self) -> int:
         """What the batches that run cost."""
         return sum(cost for cost, _ in self.posted.values())
+
+    def let_go(self) -> list[int]:
+        """Wait for nothing of it any more; the handles of what ran."""
+        if self.outcome is None:  # else it was left out of the window with its failure
+            self.peer.window.forget(self.runs)
+        handles = list(self.posted)
+        self.posted.clear()
+        self.waiting.clear()
+        return handles
 
     def fail(self, error: TransferError) -> None:
         """Keep the failure of a batch, the worst if there are several: one of unknown extent, then a lost peer."""

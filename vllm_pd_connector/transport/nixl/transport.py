@@ -14,7 +14,7 @@ What the library does not do, and this module does:
   were found to copy in some milliseconds (`window`).
 - **Nothing running is released.** NIXL's release returns at once and data still lands. A handle is released when it
   is terminal; `disconnect` only marks a peer that has running transfers, and the last of them removes it. Handles
-  that failed in an unknown way live until `close`, which ends all by destroying the agent.
+  that failed in an unknown way live until `settle` has seen the peer's end, or `close`, which destroys the agent.
 - **There is a way out.** When transfers with a healthy peer stand still all the same, another agent takes the place of
   the one that posts, for new connections (`replace_endpoint`). The old one ends when its last transfer has: ended
   earlier, over TCP, it kills a peer that still answers it. Both happen in threads of their own: registering the memory
@@ -142,7 +142,7 @@ class NixlTransport:
     def disconnect(self, peer: TransportPeer) -> None:
         assert isinstance(peer, NixlPeer) and not peer.leaving
         peer.leaving = True
-        if not peer.running:
+        if not peer.transfers:
             self._forget(peer.agent, peer.name)
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
@@ -166,7 +166,10 @@ class NixlTransport:
     def settle(self, peer: TransportPeer) -> bool:  # see `base.has_settled`
         assert isinstance(peer, NixlPeer)
         peer.settling = peer.settling or Settling()
-        return peer.settling.poll(peer.agent, self._errors)
+        if over := peer.settling.poll(peer.agent, self._errors):
+            for transfer in tuple(peer.transfers):  # which nobody may look at any more, and the library may never end
+                self._drop(transfer, transfer.outcome or PeerLost(f"the process of agent {peer.name} has ended"))
+        return over
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, NixlPeer)
@@ -228,7 +231,7 @@ class NixlTransport:
         except Exception as error:
             failure = unexpected(error, name)
         transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=began is None)
-        peer.running += 1
+        peer.transfers.add(transfer)
         window.posted(cost, began, runs=True, writes=not reads)
         transfer.posted[handle] = cost, rows.shape[1]
         if failure is not None:  # some of it may be posted: who asked is told with the next look
@@ -240,7 +243,7 @@ class NixlTransport:
         runs = cut(runs, source, destination, min(self._options.batch_bytes, peer.window.longest))
         waiting = batches(runs, source, destination, _DESCRIPTOR_COST_BYTES)
         transfer = NixlTransfer(peer, reads, waiting, runs.length.size)
-        peer.running += 1
+        peer.transfers.add(transfer)
         try:
             self._advance(transfer)
         except Exception as error:
@@ -252,7 +255,10 @@ class NixlTransport:
         turn, which then does not begin with a look."""
         peer = transfer.peer
         if transfer.settling is not None:
-            return self._settle(transfer, transfer.settling)
+            if transfer.settling.poll(peer.agent, self._errors):  # the library has ended what the connection left
+                assert transfer.failure is not None
+                self._drop(transfer, transfer.failure if transfer.reads else may_arrive(transfer.failure))
+            return
         until = (now := time.monotonic()) + _CALL_S
         owed, transfer.owed, posting, posted = transfer.owed, False, False, False
         moved = bool(transfer.posted) and not owed and self._look(transfer, until)
@@ -279,7 +285,7 @@ class NixlTransport:
             if not failure.terminal:
                 transfer.outcome = failure
                 transfer.peer.window.forget(transfer.runs)
-                return  # bytes may still move: the handles and the peer's metadata stay until `close`
+                return  # bytes may still move: the handles and the peer's metadata stay
             if isinstance(failure, PeerLost) and transfer.posted:
                 transfer.settling = Settling()
                 return
@@ -289,19 +295,15 @@ class NixlTransport:
     def _end(self, transfer: NixlTransfer, outcome: TransferStatus | TransferError) -> None:
         """Nothing of it runs any more. A leaving peer is removed with the last: sooner would hide the others' end."""
         transfer.outcome, peer = outcome, transfer.peer
-        peer.running -= 1
-        if peer.leaving and not peer.running:
+        peer.transfers.discard(transfer)
+        if peer.leaving and not peer.transfers:
             self._forget(peer.agent, peer.name)
 
-    def _settle(self, transfer: NixlTransfer, settling: Settling) -> None:
-        """Let the library end what a lost peer's connection left, and give the handles back when that is over."""
-        if settling.poll(transfer.peer.agent, self._errors):
-            for handle in transfer.posted:
-                self._release(transfer.peer, handle)
-            transfer.peer.window.forget(transfer.runs)
-            transfer.posted.clear()
-            assert transfer.failure is not None
-            self._end(transfer, transfer.failure if transfer.reads else may_arrive(transfer.failure))
+    def _drop(self, transfer: NixlTransfer, outcome: TransferStatus | TransferError) -> None:
+        """End a transfer of which nothing lands any more, whatever the library says of it."""
+        for handle in transfer.let_go():
+            self._release(transfer.peer, handle)
+        self._end(transfer, outcome)
 
     def _look(self, transfer: NixlTransfer, until: float) -> bool:
         """Take out the batches that have ended, as far as there is time; whether bytes came. They end in about the

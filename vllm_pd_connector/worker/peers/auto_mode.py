@@ -8,11 +8,13 @@ if anything stands against a try.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth, measure_bandwidth
+from vllm_pd_connector.worker.peers.process_watch import has_ended
 from vllm_pd_connector.worker.poll_interval import pause
 
 if TYPE_CHECKING:
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.observability.stats import PDStats
-    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.transport.base import Transport, TransportPeer
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
     from vllm_pd_connector.worker.receive.read_link import ReadLink
+
+    Running = tuple[ReadLink, TransportPeer, ProcessWatch | None, Generator[None, None, Bandwidth]]
 
 logger = init_logger(__name__)
 
@@ -39,7 +44,7 @@ class AutoMode:
         self._scratch = scratch
         self._warm_s = warm_s
         self._stats = stats
-        self._running: list[tuple[ReadLink, Generator[None, None, Bandwidth]]] = []
+        self._running: list[Running] = []
         self._began = 0.0
 
     def begin(self, link: ReadLink) -> None:
@@ -48,18 +53,20 @@ class AutoMode:
             logger.info("prefill engine %s reads only: it does not offer to write", link.engine_id)
             return
         peer, there = link.scratch
-        connected = lambda: link.scratch is not None and link.scratch[0] is peer  # noqa: E731
+        connected = partial(_connected, link, peer)
         test = measure_bandwidth(self._transport, peer, self._scratch, there, connected, self._warm_s)
-        self._running.append((link, test))
+        self._running.append((link, peer, link.watch_of(peer), test))
         self._began = time.monotonic()
         self.turn()
 
     def turn(self) -> None:
-        """Go on with all of them."""
+        """Go on with all of them. What the transport never ends is over with the process at the other end."""
         for entry in list(self._running):
-            link, test = entry
+            link, peer, watch, test = entry
             bandwidth: Bandwidth | None = None
             try:
+                if not _connected(link, peer) and has_ended(watch, self._transport, peer, time.monotonic()):
+                    raise PeerLost("its worker has ended")
                 next(test)
                 continue
             except StopIteration as end:
@@ -86,3 +93,8 @@ class AutoMode:
         self._stats.gauge("read bytes/s", round(bandwidth.read))
         self._stats.gauge("write bytes/s", round(bandwidth.write))
         self._stats.gauge("push chosen", int(bandwidth.prefers_push))
+
+
+def _connected(link: ReadLink, peer: TransportPeer) -> bool:
+    """Whether the rank that is tested is still the link's."""
+    return link.scratch is not None and link.scratch[0] is peer

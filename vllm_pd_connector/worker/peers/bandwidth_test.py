@@ -72,7 +72,8 @@ def measure_bandwidth(
     """Measure both directions; to be resumed until it returns. The first half of each scratch memory is a source, the
     second a destination.
 
-    A transfer that takes too long is polled on until it has ended, because its peer cannot be forgotten before.
+    A transfer that takes too long is polled on until it has ended, because its peer cannot be forgotten before; whoever
+    resumes this knows whether the peer's process has.
 
     Args:
         connected: whether the peer still is.

@@ -5,8 +5,9 @@ done piece by piece, before the peer's machine is told of the manifests that hav
 that is done. Where it wants that no more by then, the peer is let go of.
 
 A transport may do a part aside (`transport.base.is_met`), in a library that may never come back. It is looked at ever
-more rarely, and a peer that waits for it is given up where nothing was connected, of any, for as long as requests wait
-for a handshake. Who has many ranks, or comes behind many, takes the time that it takes.
+more rarely, and a peer that waits for it is given up where it has not come back, with any, for as long as requests wait
+for a handshake; those behind it that were begun as long ago are given up at their first wait. Who has many ranks, or
+comes behind many, takes the time that it takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vllm_pd_connector.errors import DeadlineExceeded
+from vllm_pd_connector.protocol.peer import ConnectFailed
 from vllm_pd_connector.sidechannel.net.files import FilesLeft
 from vllm_pd_connector.worker.peers.link import PeerLink
 from vllm_pd_connector.worker.poll_interval import LONGEST_OF_OLD_S, SHARE
@@ -49,14 +51,15 @@ class Connecting(Generic[LinkKind]):
     Args:
         connect: what it takes to connect a link, which comes to what its machine is to be told, also where a
             DeadlineExceeded comes in between; raises nothing.
-        limit_s: how long a transport may do its part while nothing is connected.
+        limit_s: how long a transport may do its part aside.
     """
 
     def __init__(self, transport: Transport, connect: Callable[[LinkKind], Pieces[Event]], limit_s: float) -> None:
         self._transport = transport
         self._connect = connect
         self._limit_s = limit_s
-        self._due = self._moved_at = 0.0
+        self._due = 0.0
+        self._waits_since: float | None = None  # for the transport; it goes on where who waited is given up
         self._begun: dict[LinkKind, _Begun] = {}
         self._files = FilesLeft()
 
@@ -80,6 +83,8 @@ class Connecting(Generic[LinkKind]):
     def begin(self, link: LinkKind, arrived: ManifestsArrived, manifests: Sequence[bytes]) -> None:
         """Begin to connect to a peer whose manifests have come; what was begun with others of it is abandoned."""
         self.abandon(link)
+        if not self._begun:
+            self._waits_since = None
         self._files.look()
         link.manifests = manifests
         self._begun[link] = _Begun(arrived, self._connect(link), time.monotonic())
@@ -101,19 +106,23 @@ class Connecting(Generic[LinkKind]):
         while self._begun:
             link, begun = next(iter(self._begun.items()))
             if link.machine.connects(begun.arrived):
+                waited_for = link.waits_for
                 try:
-                    self._step(link, begun.pieces, max(begun.at, self._moved_at), self._limit_s)
+                    self._step(link, begun.pieces, max(begun.at, self._waits_since or now), self._limit_s)
+                    if waited_for not in ("", link.waits_for):
+                        self._waits_since = None
                 except StopIteration as end:
                     del self._begun[link]
+                    if not (isinstance(end.value, ConnectFailed) and end.value.late):
+                        self._waits_since = None
                     yield link, begun.arrived, end.value
             else:  # its machine has come to an end meanwhile
                 self.abandon(link)
             now = time.monotonic()
             if link in self._begun and link.waits_for:
+                self._waits_since = self._waits_since or now
                 self._due = now + min((now - begun.at) * SHARE, LONGEST_OF_OLD_S)
                 return
-            if link in self._begun:
-                self._moved_at = now
             if now >= until:
                 return
 

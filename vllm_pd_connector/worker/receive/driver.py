@@ -248,6 +248,13 @@ class Receives:
             except Exception:  # one that cannot be ended must not keep the others
                 logger.exception("request %s: its receive could not be ended", active.request.request_id)
 
+    def ended(self) -> None:
+        """The transport has ended, and all reads with it. What the prefill side was asked to write it may write on."""
+        for active in self._active.values():
+            if active.machine.state is receives.ReceiveState.DRAINING and not active.question:
+                self._outbox.drained(active.request.request_id)
+        self._active.clear()
+
     # What becomes of links (`peers.pool.User`)
 
     def ready(self, request_id: str, now: float) -> None:

@@ -30,7 +30,7 @@ from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
 from vllm_pd_connector.transport.base import TransferStatus
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S, has_ended
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.poll_interval import FIRST_S, pause
 from vllm_pd_connector.worker.staging.buffer import ALIGNMENT, StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import copier_for
@@ -224,7 +224,7 @@ class Stager:
         ended."""
         for lost in (self._orphans, self._stuck):
             for flight in list(lost):
-                if has_ended(flight.stream.watch, self._transport, flight.stream.peer, now):
+                if flight.stream.has_ended(self._transport, now):
                     lost.remove(flight)
                     self.staging.give(flight.slot)
 
