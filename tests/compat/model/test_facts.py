@@ -272,8 +272,8 @@ def test_a_draft_model_of_its_own_is_told_apart() -> None:
     assert facts("/here", "m", draft="/draft-1") != facts("/here", "m", draft="/draft-2")
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
-def test_drafts_made_of_tokens_alone_change_no_cache(method: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"])
+def test_drafts_that_no_attention_makes_change_no_cache(method: str) -> None:
     """A decode instance that drafts so reads from a prefill instance that does not draft at all."""
     assert facts("/here", None, method=method) == facts("/here", None, method=None) != facts("/here", None)
 

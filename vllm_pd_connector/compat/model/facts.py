@@ -59,8 +59,9 @@ def software(config: VllmConfig, own: Config) -> str:
     return f"{releases}{CONFIGURATION}{files}" if files else releases
 
 
-# Methods that draft from the tokens alone: what is cached is the same without them.
-_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
+# Methods that draft from the tokens alone, or from the model's last hidden states without attention: what is cached is
+# the same without them.
+_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 def drafts_with_caches(config: VllmConfig) -> bool:
