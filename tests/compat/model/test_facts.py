@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,41 +69,6 @@ def facts(
 def test_a_model_that_drafts_for_itself_has_one_name_wherever_it_is_loaded_from(weights: str) -> None:
     assert facts("/here", "m", weights=weights) == facts("/there", "m")
     assert facts("/here", None) != facts("/there", None)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_long_rope_has_two_sets_of_factors_and_max_model_len_decides(several: bool) -> None:
-    """Phi-4-mini beside itself with another --max-model-len: keys are rotated otherwise."""
-    kind = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0]}
-    rope = {"full_attention": kind, "sliding_attention": {"rope_type": "default"}} if several else kind
-    short, longer, longest = (facts("/m", None, rope=rope, max_model_len=n) for n in (4096, 8192, 131072))
-    assert short.rope != longer.rope and longer == longest
-    plain = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
-    assert facts("/m", None, rope=plain) == facts("/m", None, rope=plain, max_model_len=131072)
-
-
-@pytest.mark.parametrize("name", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])
-def test_llama_4_scales_queries_by_position_where_max_model_len_is_above_32768(name: str) -> None:
-    """Its layers without rope; later layers' keys and values follow from what they give. Configurations may say it."""
-
-    def rope(length: int, stored: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> str:
-        says = {"try_get_generation_config": lambda: dict(stored), "override_generation_config": given}
-        return facts("/m", None, rope={"rope_theta": 5e5}, max_model_len=length, architecture=name, **says).rope
-
-    on, off = {"attn_temperature_tuning": True}, {"attn_temperature_tuning": False}
-    short, long = rope(32768), rope(32769)
-    assert short != long
-    assert short == rope(8192) == rope(65536, off) == rope(65536, on, **off)
-    assert long == rope(131072) == rope(8192, on) == rope(8192, off, **on)
-
-
-def test_a_length_that_vllm_fits_to_its_memory_is_not_the_one_that_a_model_was_made_by() -> None:
-    """`--max-model-len auto`: it is fitted when the model is there."""
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32768}
-    says = {"try_get_generation_config": dict, "override_generation_config": {}, "architecture": "Llama4ForCausalLM"}
-    fits = {"original_max_model_len": -1, "get_and_verify_max_len": {-1: 131072}.__getitem__}
-    short, long = ({**says, "rope": rope, "max_model_len": length} for length in (30000, 131072))
-    assert facts("/m", None, **short, **fits) == facts("/m", None, **long) != facts("/m", None, **short)
 
 
 def architecture(overrides: object, rope: Mapping[str, Any] | None = None, **changes: Any) -> str:

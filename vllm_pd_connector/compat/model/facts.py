@@ -117,9 +117,9 @@ def _rope_of_v4(config: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]
 def _rope(config: VllmConfig) -> str:
     """The rope parameters; with LongRoPE also which of its two sets of factors vLLM takes for all positions: the long
     ones, if the longest request that it serves is longer than what the model was first trained on. Llama 4 goes by that
-    length, too, in layers without rope.
+    length, too, in layers without rope. How many heads this rank has is left out, which InternS1-Pro writes there.
 
-    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`.
+    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`, `InternS1ProMoeAttention`.
     """
     model: Any = config.model_config
     own = model.hf_text_config
@@ -139,7 +139,8 @@ def _rope(config: VllmConfig) -> str:
     if model.architecture in _LLAMA4:
         stated = model.try_get_generation_config() | model.override_generation_config
         told["tuned"] = [bool(stated.get("attn_temperature_tuning", _length_at_load(config) > _LLAMA4_TUNES_ABOVE))]
-    return _canonical({**parameters, **told})
+    kept = {name: value for name, value in parameters.items() if name != "num_key_value_heads"}
+    return _canonical(kept | told)
 
 
 def _length_at_load(config: VllmConfig) -> int:
