@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.compat.model.test_facts import facts
 
@@ -20,6 +21,33 @@ def test_long_rope_has_two_sets_of_factors_and_max_model_len_decides(several: bo
     assert short.rope != longer.rope and longer == longest
     plain = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
     assert facts("/m", None, rope=plain) == facts("/m", None, rope=plain, max_model_len=131072)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_dynamic_rope_that_names_what_was_trained_goes_by_max_model_len(several: bool) -> None:
+    """PLaMo 3 and MiniMax-M2 give vLLM's rope that length, and its base follows from both. Without the key they cancel
+    each other out."""
+
+    def rope(length: int, **more: object) -> str:
+        kind = {"rope_type": "dynamic", "factor": 2.0, **more}
+        parameters = {"full_attention": kind, "sliding_attention": {"rope_type": "default"}} if several else kind
+        return facts("/m", None, rope=parameters, max_model_len=length).rope
+
+    trained = {"max_trained_positions": 4096}
+    assert rope(4096, **trained) != rope(8192, **trained) != rope(16384, **trained)
+    assert rope(4096) == rope(8192)
+
+
+def test_vllm_s_rope_goes_by_what_was_trained_and_by_the_length() -> None:
+    from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope import DynamicNTKScalingRotaryEmbedding
+
+    def cached(length: int, trained: int) -> list[float]:
+        made: Any = SimpleNamespace(base=1e4, rotary_dim=8, scaling_factor=2.0)
+        made.max_position_embeddings, made.max_trained_positions = length, trained
+        made._compute_inv_freq = lambda base: torch.tensor([base])
+        return list(DynamicNTKScalingRotaryEmbedding._compute_cos_sin_cache(made)[1].tolist())
+
+    assert cached(64, 64) == cached(128, 128) != cached(128, 64) != cached(256, 64)
 
 
 @pytest.mark.parametrize("name", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])

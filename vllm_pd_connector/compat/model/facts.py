@@ -117,9 +117,12 @@ def _rope_of_v4(config: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]
 def _rope(config: VllmConfig) -> str:
     """The rope parameters; with LongRoPE also which of its two sets of factors vLLM takes for all positions: the long
     ones, if the longest request that it serves is longer than what the model was first trained on. Llama 4 goes by that
-    length, too, in layers without rope. How many heads this rank has is left out, which InternS1-Pro writes there.
+    length, too, in layers without rope, and PLaMo 3 and MiniMax-M2 give it to a dynamic rope, whose base follows from
+    it where the parameters say what was trained. How many heads this rank has is left out, which InternS1-Pro writes
+    there.
 
-    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`, `InternS1ProMoeAttention`.
+    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`, `DynamicNTKScalingRotaryEmbedding`,
+    `plamo3.py`, `minimax_m2.py`, `InternS1ProMoeAttention`.
     """
     model: Any = config.model_config
     own = model.hf_text_config
@@ -135,7 +138,9 @@ def _rope(config: VllmConfig) -> str:
         for one in kinds
         if "longrope" in (one.get("rope_type"), one.get("type"))
     ]
-    told = {"long_factors": [_length_at_load(config) > length for length in trained]} if trained else {}
+    told: dict[str, Any] = {"long_factors": [_length_at_load(config) > length for length in trained]} if trained else {}
+    if any("dynamic" in (one.get("rope_type"), one.get("type")) and "max_trained_positions" in one for one in kinds):
+        told["length"] = _length_at_load(config)
     if model.architecture in _LLAMA4:
         stated = model.try_get_generation_config() | model.override_generation_config
         told["tuned"] = [bool(stated.get("attn_temperature_tuning", _length_at_load(config) > _LLAMA4_TUNES_ABOVE))]
