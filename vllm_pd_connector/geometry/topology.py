@@ -252,7 +252,10 @@ _ADVICE = {
         "may differ, but of models with convolution states it may not"
     ),
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
-    "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
+    "quantization": (
+        "start both with the same --quantization, or set allow_mixed_quantization on both (K2-Horizon with rope in a "
+        "part of each head needs the same in any case)"
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,16 @@ def facts(
     draft_format: str = "",
     own: Mapping[str, Any] | None = None,
     rope: Mapping[str, Any] | None = None,
+    text: Mapping[str, Any] = MappingProxyType({}),
     max_model_len: int = 4096,
     **changes: Any,
 ) -> ModelFacts:
     """Of an instance that loads its model from `path`, and drafts by `method` unless that is None. `own` are keys of
-    this connector, `changes` fields of vLLM's model configuration."""
+    this connector, `text` of the language model's configuration, `changes` fields of vLLM's ModelConfig."""
     model = SimpleNamespace(
         **vars(loaded(path, weights, **changes)),
         dtype="torch.bfloat16",
-        hf_text_config=SimpleNamespace(rope_parameters=rope),
+        hf_text_config=SimpleNamespace(rope_parameters=rope, **text),
         max_model_len=max_model_len,
         get_total_num_hidden_layers=lambda: 2,
         get_hidden_size=lambda: 64,
@@ -339,6 +340,25 @@ def test_the_kernels_of_a_quantization_are_each_sides_own() -> None:
 
 def test_another_quantization_is_allowed_by_both_sides_or_not_at_all() -> None:
     assert quantized("fp8", allow_mixed_quantization=True) == quantized(None, allow_mixed_quantization=True) != ""
+
+
+def test_no_other_quantization_is_allowed_where_it_orders_the_channels_of_keys() -> None:
+    """K2-Horizon, where rope turns a part of each head's 32 channels: vLLM puts that part in front in weights that are
+    not quantized, and K in the caches have the order of the weights."""
+    allowed = {"allow_mixed_quantization": True}
+
+    def told(method: str | None, file: str = "", name: str = "K2HorizonForCausalLM", **text: int | None) -> ModelFacts:
+        overrides = {"quantization_config_file": file} if file else {}
+        changes = {"architecture": name, "quantization": method, "hf_overrides": overrides}
+        return facts("/m", None, method=None, own=allowed, text=text, **changes)
+
+    part = {"rope_head_dim": 16}
+    assert told("fp8", **part).quantization != told(None, **part).quantization == ""
+    assert told("fp8", **part) == told("fp8", **part) != told("fp8", "/q.json", **part), "it may leave layers out"
+    for whole in ({"rope_head_dim": 32}, {"rope_head_dim": None}, {}):
+        assert told("fp8", "/q.json", **whole) == told(None, **whole)
+    other = "LlamaForCausalLM"
+    assert told("fp8", name=other, **part) == told(None, name=other, **part)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.model.overrides import configuration_of, options_of
-from vllm_pd_connector.compat.model.weights import kept_as, quantization_of, weights_of
+from vllm_pd_connector.compat.model.weights import kept_as, orders_keys, quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.geometry.manifest import CONFIGURATION, Coordinates, ModelFacts
 from vllm_pd_connector.instance_info import EngineInfo
@@ -33,7 +33,8 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
     model = config.model_config
     name = own.model_id or str(model.model)
     version = own.weights_version
-    options = options_of(model, any_quantization=own.allow_mixed_quantization)
+    mixed = own.allow_mixed_quantization and not orders_keys(model)
+    options = options_of(model, any_quantization=mixed)
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelFacts(
         model=name,
@@ -47,7 +48,7 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         rope=_rope(config),
         speculative=_speculative(config, name, own.weights_version),
         weights=weights_of(model, config.load_config) if version is None else version_name(version),
-        quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
+        quantization="mixed" if mixed else quantization_of(model),
     )
 
 
