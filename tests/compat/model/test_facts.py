@@ -35,15 +35,16 @@ def facts(
     draft_format: str = "",
     own: Mapping[str, Any] | None = None,
     rope: Mapping[str, Any] | None = None,
+    text: Mapping[str, Any] = MappingProxyType({}),
     max_model_len: int = 4096,
     **changes: Any,
 ) -> ModelFacts:
     """Of an instance that loads its model from `path`, and drafts by `method` unless that is None. `own` are keys of
-    this connector, `changes` fields of vLLM's model configuration."""
+    this connector, `text` of the language model's configuration, `changes` fields of vLLM's ModelConfig."""
     model = SimpleNamespace(
         **vars(loaded(path, weights, **changes)),
         dtype="torch.bfloat16",
-        hf_text_config=SimpleNamespace(rope_parameters=rope),
+        hf_text_config=SimpleNamespace(rope_parameters=rope, **text),
         max_model_len=max_model_len,
         get_total_num_hidden_layers=lambda: 2,
         get_hidden_size=lambda: 64,
@@ -69,41 +70,6 @@ def facts(
 def test_a_model_that_drafts_for_itself_has_one_name_wherever_it_is_loaded_from(weights: str) -> None:
     assert facts("/here", "m", weights=weights) == facts("/there", "m")
     assert facts("/here", None) != facts("/there", None)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_long_rope_has_two_sets_of_factors_and_max_model_len_decides(several: bool) -> None:
-    """Phi-4-mini beside itself with another --max-model-len: keys are rotated otherwise."""
-    kind = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0]}
-    rope = {"full_attention": kind, "sliding_attention": {"rope_type": "default"}} if several else kind
-    short, longer, longest = (facts("/m", None, rope=rope, max_model_len=n) for n in (4096, 8192, 131072))
-    assert short.rope != longer.rope and longer == longest
-    plain = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
-    assert facts("/m", None, rope=plain) == facts("/m", None, rope=plain, max_model_len=131072)
-
-
-@pytest.mark.parametrize("name", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])
-def test_llama_4_scales_queries_by_position_where_max_model_len_is_above_32768(name: str) -> None:
-    """Its layers without rope; later layers' keys and values follow from what they give. Configurations may say it."""
-
-    def rope(length: int, stored: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> str:
-        says = {"try_get_generation_config": lambda: dict(stored), "override_generation_config": given}
-        return facts("/m", None, rope={"rope_theta": 5e5}, max_model_len=length, architecture=name, **says).rope
-
-    on, off = {"attn_temperature_tuning": True}, {"attn_temperature_tuning": False}
-    short, long = rope(32768), rope(32769)
-    assert short != long
-    assert short == rope(8192) == rope(65536, off) == rope(65536, on, **off)
-    assert long == rope(131072) == rope(8192, on) == rope(8192, off, **on)
-
-
-def test_a_length_that_vllm_fits_to_its_memory_is_not_the_one_that_a_model_was_made_by() -> None:
-    """`--max-model-len auto`: it is fitted when the model is there."""
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32768}
-    says = {"try_get_generation_config": dict, "override_generation_config": {}, "architecture": "Llama4ForCausalLM"}
-    fits = {"original_max_model_len": -1, "get_and_verify_max_len": {-1: 131072}.__getitem__}
-    short, long = ({**says, "rope": rope, "max_model_len": length} for length in (30000, 131072))
-    assert facts("/m", None, **short, **fits) == facts("/m", None, **long) != facts("/m", None, **short)
 
 
 def architecture(overrides: object, rope: Mapping[str, Any] | None = None, **changes: Any) -> str:
@@ -272,8 +238,8 @@ def test_a_draft_model_of_its_own_is_told_apart() -> None:
     assert facts("/here", "m", draft="/draft-1") != facts("/here", "m", draft="/draft-2")
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
-def test_drafts_made_of_tokens_alone_change_no_cache(method: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"])
+def test_drafts_that_no_attention_makes_change_no_cache(method: str) -> None:
     """A decode instance that drafts so reads from a prefill instance that does not draft at all."""
     assert facts("/here", None, method=method) == facts("/here", None, method=None) != facts("/here", None)
 
@@ -374,6 +340,25 @@ def test_the_kernels_of_a_quantization_are_each_sides_own() -> None:
 
 def test_another_quantization_is_allowed_by_both_sides_or_not_at_all() -> None:
     assert quantized("fp8", allow_mixed_quantization=True) == quantized(None, allow_mixed_quantization=True) != ""
+
+
+def test_no_other_quantization_is_allowed_where_it_orders_the_channels_of_keys() -> None:
+    """K2-Horizon, where rope turns a part of each head's 32 channels: vLLM puts that part in front in weights that are
+    not quantized, and K in the caches have the order of the weights."""
+    allowed = {"allow_mixed_quantization": True}
+
+    def told(method: str | None, file: str = "", name: str = "K2HorizonForCausalLM", **text: int | None) -> ModelFacts:
+        overrides = {"quantization_config_file": file} if file else {}
+        changes = {"architecture": name, "quantization": method, "hf_overrides": overrides}
+        return facts("/m", None, method=None, own=allowed, text=text, **changes)
+
+    part = {"rope_head_dim": 16}
+    assert told("fp8", **part).quantization != told(None, **part).quantization == ""
+    assert told("fp8", **part) == told("fp8", **part) != told("fp8", "/q.json", **part), "it may leave layers out"
+    for whole in ({"rope_head_dim": 32}, {"rope_head_dim": None}, {}):
+        assert told("fp8", "/q.json", **whole) == told(None, **whole)
+    other = "LlamaForCausalLM"
+    assert told("fp8", name=other, **part) == told(None, name=other, **part)
 
 
 @pytest.mark.parametrize(

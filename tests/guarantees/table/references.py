@@ -59,8 +59,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is read for the quantization that it was computed with",
-        "model_facts", '"mixed" if own.allow_mixed_quantization else quantization_of(model)', '"mixed"',
+        "model_facts", '"mixed" if mixed else quantization_of(model)', '"mixed"',
         "test_a_quantization_is_its_method_and_its_settings",
+    ),
+    Guarantee(
+        "a quantization that decides the order of a key's channels is equal on both sides",
+        "model_facts", "own.allow_mixed_quantization and not orders_keys(model)", "own.allow_mixed_quantization",
+        "test_no_other_quantization_is_allowed_where_it_orders_the_channels_of_keys",
     ),
     Guarantee(
         "a build of vLLM between two releases is none of them",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.model.overrides import configuration_of, options_of
-from vllm_pd_connector.compat.model.weights import kept_as, quantization_of, weights_of
+from vllm_pd_connector.compat.model.weights import kept_as, orders_keys, quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.geometry.manifest import CONFIGURATION, Coordinates, ModelFacts
 from vllm_pd_connector.instance_info import EngineInfo
@@ -33,7 +33,8 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
     model = config.model_config
     name = own.model_id or str(model.model)
     version = own.weights_version
-    options = options_of(model, any_quantization=own.allow_mixed_quantization)
+    mixed = own.allow_mixed_quantization and not orders_keys(model)
+    options = options_of(model, any_quantization=mixed)
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelFacts(
         model=name,
@@ -47,7 +48,7 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         rope=_rope(config),
         speculative=_speculative(config, name, own.weights_version),
         weights=weights_of(model, config.load_config) if version is None else version_name(version),
-        quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
+        quantization="mixed" if mixed else quantization_of(model),
     )
 
 
@@ -59,8 +60,9 @@ def software(config: VllmConfig, own: Config) -> str:
     return f"{releases}{CONFIGURATION}{files}" if files else releases
 
 
-# Methods that draft from the tokens alone: what is cached is the same without them.
-_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
+# Methods that draft from the tokens alone, or from the model's last hidden states without attention: what is cached is
+# the same without them.
+_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 def drafts_with_caches(config: VllmConfig) -> bool:
@@ -116,9 +118,12 @@ def _rope_of_v4(config: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]
 def _rope(config: VllmConfig) -> str:
     """The rope parameters; with LongRoPE also which of its two sets of factors vLLM takes for all positions: the long
     ones, if the longest request that it serves is longer than what the model was first trained on. Llama 4 goes by that
-    length, too, in layers without rope.
+    length, too, in layers without rope, and PLaMo 3 and MiniMax-M2 give it to a dynamic rope, whose base follows from
+    it where the parameters say what was trained. How many heads this rank has is left out, which InternS1-Pro writes
+    there.
 
-    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`.
+    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`, `DynamicNTKScalingRotaryEmbedding`,
+    `plamo3.py`, `minimax_m2.py`, `InternS1ProMoeAttention`.
     """
     model: Any = config.model_config
     own = model.hf_text_config
@@ -134,11 +139,14 @@ def _rope(config: VllmConfig) -> str:
         for one in kinds
         if "longrope" in (one.get("rope_type"), one.get("type"))
     ]
-    told = {"long_factors": [_length_at_load(config) > length for length in trained]} if trained else {}
+    told: dict[str, Any] = {"long_factors": [_length_at_load(config) > length for length in trained]} if trained else {}
+    if any("dynamic" in (one.get("rope_type"), one.get("type")) and "max_trained_positions" in one for one in kinds):
+        told["length"] = _length_at_load(config)
     if model.architecture in _LLAMA4:
         stated = model.try_get_generation_config() | model.override_generation_config
         told["tuned"] = [bool(stated.get("attn_temperature_tuning", _length_at_load(config) > _LLAMA4_TUNES_ABOVE))]
-    return _canonical({**parameters, **told})
+    kept = {name: value for name, value in parameters.items() if name != "num_key_value_heads"}
+    return _canonical(kept | told)
 
 
 def _length_at_load(config: VllmConfig) -> int:

@@ -103,6 +103,17 @@ def quantization_of(model: Any) -> str:
     return f"{method} ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
 
 
+def orders_keys(model: Any) -> bool:
+    """Whether the quantization of a ModelConfig's weights decides in which order its K have their channels, so that it
+    must be equal on both sides: K2-Horizon, if rope turns a part of each head. vLLM puts that part in front in weights
+    that are not quantized, and keeps the checkpoint's order otherwise. Which it was, a layer's cache does not tell.
+
+    Source: vLLM 0.32, `is_rope_weights_folding_supported` and `apply_partial_rope` of `models/k2_horizon.py`.
+    """
+    turned = getattr(model.hf_text_config, "rope_head_dim", None)
+    return bool(model.architecture == "K2HorizonForCausalLM" and turned and turned != model.get_head_size())
+
+
 def _ordered(method: str | None) -> dict[str, object]:
     """The variables of the environment, with what they say, by which vLLM quantizes weights while it loads them;
     `method` is that of the flag.
