@@ -58,8 +58,6 @@ class Exchange:
     """What is known of its conversation."""
     prefilled_at: str = ""
     """URL of the instance that got the first leg."""
-    given_back: asyncio.Task[None] | None = None
-    """Set when decode has not taken it: somebody is being told to give its prefill back."""
     answer: web.StreamResponse | None = None
     """Set when the first byte goes to the client."""
     told: bool = False
