@@ -75,6 +75,17 @@ async def test_a_pushing_prefill_whose_answer_is_needed_is_asked_first(bench: Be
     assert decode.asked[0]["kv_transfer_params"]["do_remote_prefill"] is True
 
 
+@over_bench
+async def test_nothing_is_taken_from_the_answer_of_a_prefill_beside_the_decode(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.pair(DONE, says=(info(), None))
+    assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4
+    while bench.router._trailing:
+        await asyncio.sleep(0.01)
+    assert "in a row" not in caplog.text
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
 @over_bench

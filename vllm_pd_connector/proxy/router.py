@@ -40,6 +40,7 @@ from vllm_pd_connector.proxy.exchange import (
     passed_on,
     read_exchange,
     refuse,
+    require_handed_over,
     stream_for_client,
     to_client,
     told_if_it_failed,
@@ -205,8 +206,8 @@ class Router:
         return all(i.engines and all(e.handoff == "concurrent" for e in i.engines.values()) for i in prefills)
 
     async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
-        """Once more by other instances where one that is ending has aborted a leg, or one is full: the client has had
-        nothing of it. Where both legs are sent at once it is told."""
+        """Once more by other instances where one that is ending has aborted a leg, one is full, or a prefill has handed
+        nothing over: the client has had nothing of it. Where both legs are sent at once it is told."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._serial(exchange)
@@ -294,7 +295,10 @@ class Router:
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
             require_good(who, response, content)
             self._observe("prefill", exchange)
-            return whole_answer(content, who)
+            answer = whole_answer(content, who)
+            if on_sent is None:  # else nothing is taken from it
+                require_handed_over(answer, who)
+            return answer
 
     async def _decode(self, exchange: Exchange, body: Body, name: str, *, held: bool = False) -> web.StreamResponse:
         """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered."""
