@@ -199,27 +199,6 @@ async def test_a_request_that_no_prefill_instance_took_leaves_the_turn_for_the_n
     assert [bool(turn) for turn in turns(prefill)] == [True]
 
 
-@over_bench
-async def test_a_request_whose_id_is_in_use_takes_no_turn(bench: Bench) -> None:
-    let_go, pushes = asyncio.Event(), info(conversations="on")
-
-    async def waits(request: web.Request) -> web.StreamResponse:
-        await let_go.wait()
-        return await KEEPS(request)
-
-    prefill, decode = await bench.pair(decode=KEEPS, says=(pushes, D), conversations=True, handoff="concurrent")
-    await ask(bench, "a")
-    decode._handler = waits
-    held = asyncio.create_task(post(bench, "other", **{"X-Request-Id": "one"}))
-    while len(prefill.asked) < 2:
-        await asyncio.sleep(0.01)
-    assert (await post(bench, "a", "b", "c", **{"X-Request-Id": "one"}))[0] == 409
-    let_go.set()
-    assert (await held)[0] == 200
-    await ask(bench, "a", "b", "c")
-    assert bool(turns(prefill)[-1].get("remote_block_ids"))
-
-
 @pytest.mark.parametrize(
     "events",
     [

@@ -93,21 +93,7 @@ async def test_what_is_answered_is_not_given_back(bench: Bench) -> None:
 
 
 @over_bench
-async def test_a_name_is_in_use_until_its_prefill_was_given_back(bench: Bench) -> None:
-    """Both legs go by it: who has it next would be given back instead."""
-    says = info(), info(role="kv_consumer", engine_id="d-0")
-    _, decode = await bench.pair(decode=REFUSALS[0], says=says)
-    decode.gives_back.clear()
-    assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 400
-    assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 409
-    decode.gives_back.set()
-    await until(lambda: decode.given_back)
-    await until(lambda: "id-1" not in bench.router._in_use)
-    assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 400
-
-
-@over_bench
-async def test_a_prefill_that_failed_has_nothing_to_give_back_and_its_name_is_free(bench: Bench) -> None:
+async def test_a_prefill_that_failed_has_nothing_to_give_back(bench: Bench) -> None:
     """The decode's leg is ended beside it, as by a client that leaves."""
     says = info(), info(role="kv_consumer", engine_id="d-0")
     decodes = await bench.instance(stall, says[1])
@@ -118,9 +104,8 @@ async def test_a_prefill_that_failed_has_nothing_to_give_back_and_its_name_is_fr
 
     prefill = await bench.instance(fails, says[0])
     await bench.route([prefill.url], [decodes.url])
-    for _ in range(2):
-        assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 400
-        assert "id-1" not in bench.router._in_use and not bench.router._trailing
+    assert (await bench.ask())[0] == 400
+    assert not bench.router._trailing
     assert decodes.given_back == []
 
 

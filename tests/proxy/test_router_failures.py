@@ -9,6 +9,7 @@ from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, PARAMS, Handler, Instance, answers, info, stall, streams
+from vllm_pd_connector.proxy.choice import PIECE_TOKENS
 from vllm_pd_connector.proxy.instance import ASKED_LAST_S, FAILS, Answers, InstanceRole
 
 DECODE, PREFILL = InstanceRole.DECODE, InstanceRole.PREFILL
@@ -29,9 +30,8 @@ async def two_decodes(bench: Bench, first: Handler, second: Handler = DONE) -> t
 
 
 def known(bench: Bench, instance: Instance) -> Answers:
-    """What the router knows of how a decode instance answers."""
-    [found] = [one for one in bench.router.fleet.usable(DECODE) if one.url == instance.url]
-    return found.answers
+    """What the router knows of how an instance answers."""
+    return bench.router.fleet._instances[instance.url].answers
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -61,6 +61,41 @@ async def test_a_prefill_instance_that_fails_is_asked_last(bench: Bench) -> None
     await bench.route([broken.url, other.url], [decode.url])
     assert [(await bench.ask())[0] for _ in range(10)].count(500) == FAILS == len(broken.asked)
     assert len(other.asked) == len(decode.asked) == 10 - FAILS
+
+
+@over_bench
+async def test_what_a_prefill_instance_does_not_hand_over_another_does_and_it_is_asked_last(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are good, as those of one without a connector."""
+    monkeypatch.setattr("vllm_pd_connector.proxy.instance.FULL_S", 1000.0)
+    bad, good, decode = [await bench.instance(handler) for handler in (DONE, HANDS_OVER, DONE)]
+    await bench.route([bad.url, good.url], [decode.url])
+    for trial in range(1, FAILS + 1):
+        assert [(await bench.ask())[0] for _ in range(3)] == [200] * 3
+        assert (len(bad.asked), len(good.asked)) == (trial, 3 * trial), "it is asked last for a moment"
+        known(bench, bad)._full_until = 0.0  # as after a while
+    assert f"prefill instance {bad.url} has failed {FAILS} times in a row" in caplog.text
+    assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4 and len(bad.asked) == FAILS
+
+
+@over_bench
+async def test_a_prompt_is_at_home_where_it_was_handed_over(bench: Bench) -> None:
+    bad, good, decode = [await bench.instance(handler) for handler in (DONE, HANDS_OVER, DONE)]
+    await bench.route([bad.url, good.url], [decode.url])
+    for _ in range(3):
+        assert (await bench.ask({"prompt": list(range(PIECE_TOKENS))}))[0] == 200
+        known(bench, bad)._full_until = 0.0  # as after a while
+    assert (len(bad.asked), len(good.asked)) == (1, 3)
+
+
+@over_bench
+async def test_where_nobody_hands_anything_over_each_is_asked_once(bench: Bench) -> None:
+    prefills, decode = [await bench.instance(DONE) for _ in range(2)], await bench.instance(DONE)
+    await bench.route([one.url for one in prefills], [decode.url])
+    status, answer, _ = await bench.ask()
+    assert status == 502 and "kv_transfer_params" in answer["error"]["message"]
+    assert [len(one.asked) for one in prefills] == [1, 1] and not decode.asked
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 501])
@@ -182,8 +217,7 @@ async def test_what_a_prefill_instance_hands_over_is_tried_again_after_a_while(
     for _ in range(10):
         await bench.ask()
     for trial in (1, 2):
-        [answers] = [one.answers for one in bench.router.fleet.usable(PREFILL) if one.url == bad.url]
-        answers._next_at[PREFILL] = 0.0  # as after a while
+        known(bench, bad)._next_at[PREFILL] = 0.0  # as after a while
         if trial == 2:
             healed.set()
         assert (await bench.ask())[0] == (200 if trial == 2 else 500) and len(bad.asked) == FAILS + trial

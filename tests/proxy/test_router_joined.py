@@ -9,7 +9,7 @@ import pytest
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER
 from vllm_pd_connector.proxy.fleet import LOADS_S, MAX_REASONS, Fleet
-from vllm_pd_connector.proxy.instance import InstanceRole
+from vllm_pd_connector.proxy.instance import InstanceRole, InstanceState
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 NOWHERE = "http://127.0.0.1:9"
@@ -43,18 +43,31 @@ async def test_one_that_ended_while_it_loaded_is_removed_in_the_end(
     assert prefill.url in fleet._instances
 
 
+@pytest.mark.parametrize("was", ["new", "up", "down", "lost", "leaving"])
 @over_bench
-async def test_one_that_is_added_again_has_its_time_again(bench: Bench) -> None:
+async def test_one_that_is_added_again_has_its_time_again(bench: Bench, was: str) -> None:
+    """As a pod that begins again under its address: it loads until long after its router would have removed it."""
     await bench.pair()
     fleet = bench.router.fleet
     instance = fleet.add(NOWHERE, None, joined=True)
+    for _ in range(2 if was in ("down", "lost") else 0):
+        await bench.check()
     age(fleet, NOWHERE, LOADS_S + 60.0)
-    instance.in_flight = 1  # else it would be gone at once
-    fleet.remove(NOWHERE)
-    fleet.add(NOWHERE, None, joined=True)
+    if was in ("up", "lost"):  # it has been there
+        instance.seen_at = instance.added_at
+    if was == "up":  # and the router has not noticed yet that it is gone
+        instance.state = InstanceState.UP
+    if was == "leaving":
+        instance.in_flight = 1  # else it would be gone at once
+        fleet.remove(NOWHERE)
+    assert fleet.add(NOWHERE, None, joined=True) is instance
     for _ in range(2):
         await bench.check()
     assert NOWHERE in fleet._instances
+    age(fleet, NOWHERE, LOADS_S + 60.0)
+    instance.in_flight = 0
+    await bench.check()
+    assert NOWHERE not in fleet._instances
 
 
 @over_bench

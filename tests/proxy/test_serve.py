@@ -221,6 +221,23 @@ def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: p
         assert told.value.args == (seconds / 2,)  # which aiohttp waits twice
 
 
+def test_an_idle_connection_is_kept_for_longer_than_gateways_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes first may meet a request; only a client can send it again."""
+
+    class Told(Exception):
+        pass
+
+    def tell(_app: web.Application, *, keepalive_timeout: float, **_settings: object) -> None:
+        raise Told(keepalive_timeout)
+
+    monkeypatch.setattr(web, "AppRunner", tell)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(Told) as told:
+        asyncio.run(_serve(parser.parse_args([])))
+    assert told.value.args[0] > 3600.0, "Envoy's idle_timeout of connections to a cluster"
+
+
 def test_a_router_whose_port_is_taken_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -22,8 +22,8 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Aborted, Full, Headers, InstanceRefusal, LegError, is_full
-from vllm_pd_connector.routing.handoff import Body, check_client_body
+from vllm_pd_connector.proxy.legs import Aborted, Full, Headers, InstanceRefusal, LegError, NothingHandedOver, is_full
+from vllm_pd_connector.routing.handoff import Body, check_client_body, decode_body
 
 if TYPE_CHECKING:
     from vllm_pd_connector.proxy.instance import InstanceRole
@@ -58,8 +58,6 @@ class Exchange:
     """What is known of its conversation."""
     prefilled_at: str = ""
     """URL of the instance that got the first leg."""
-    given_back: asyncio.Task[None] | None = None
-    """Set when decode has not taken it: somebody is being told to give its prefill back."""
     answer: web.StreamResponse | None = None
     """Set when the first byte goes to the client."""
     told: bool = False
@@ -155,6 +153,16 @@ def whole_answer(content: bytes, who: str) -> Body:
         raise LegError(502, f"{who} answered 200 without a JSON object: {content[:100]!r}; is it a vLLM server?")
     check_finished(answer, who)
     return answer
+
+
+def require_handed_over(answer: Body, who: str) -> None:
+    """Raises:
+    NothingHandedOver: a prefill instance's answer does not say where its caches are.
+    """
+    try:
+        decode_body({}, answer)
+    except ProtocolError as error:
+        raise NothingHandedOver(502, f"{who}: {error}") from error
 
 
 def for_client(content: bytes, answer: object, who: str) -> bytes:

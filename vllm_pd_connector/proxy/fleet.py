@@ -89,8 +89,9 @@ class Fleet:
     # -- who is there -------------------------------------------------------------------------------------------------
 
     def add(self, url: str, role: InstanceRole | None, *, joined: bool = False) -> Instance:
-        """Add an instance, to be used from its first good check on. One that is leaving stays. `joined`: while the
-        router runs, by who will do so again when another takes its place.
+        """Add an instance, to be used from its first good check on. One that is leaving stays; one that
+        was there has its time to load anew, since it may have begun again. `joined`: while the router runs, by who
+        will do so again when another takes its place.
 
         Raises:
             ValueError: it is there already with another role.
@@ -100,9 +101,10 @@ class Fleet:
             raise ValueError(f"{url} is there already as {known.asked or 'what it says'}; remove it first")
         if known is None:
             known = self._instances[url] = Instance(url, role, joined=joined)
-        elif known.state is InstanceState.LEAVING:
-            known.state, known.why, known.seen_at = InstanceState.NEW, "added again, not checked yet", math.inf
-            known.added_at = time.monotonic()
+        else:
+            known.added_at, known.seen_at = time.monotonic(), math.inf
+            if known.state is InstanceState.LEAVING:
+                known.state, known.why = InstanceState.NEW, "added again, not checked yet"
         self._show(known)
         self._wake.set()
         return known

@@ -17,7 +17,8 @@ Then it is asked last until a decode instance answers with what it handed over; 
 
 An instance that takes no more requests for now (vLLM's `--max-num-queued-reqs`, `--max-num-queued-tokens`) says so with
 503, to a stream also by its first event, before it has begun anything. That is no failure; the request is sent again to
-others, from its prefill on, because what a decode instance refuses is given back. It is asked last for a second.
+others, from its prefill on, because what a decode instance refuses is given back. It is asked last for a second. So is
+a prefill instance that answers well and hands nothing over, where that is needed; it counts as a failure, too.
 
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
@@ -121,6 +122,10 @@ class InstanceRefusal(Exception):
 
 class Full(SentAgain, InstanceRefusal):
     """The instance takes no more requests for now."""
+
+
+class NothingHandedOver(SentAgain, LegError):
+    """A prefill instance answered well, and no cache can be had of it."""
 
 
 def is_full(status: int, content: bytes) -> bool:
@@ -236,7 +241,9 @@ class Legs:
                 logger.warning("%s instance %s aborts requests: asked last for %g s", role, instance.url, ASKED_LAST_S)
                 error.elsewhere = any(not other.answers.aborts(now) for other in self._fleet.usable(role))
                 raise
-            except Full as error:
+            except (Full, NothingHandedOver) as error:
+                if isinstance(error, NothingHandedOver):
+                    self._note_failure(role, instance, request, error.status)
                 instance.answers.took_none(now := time.monotonic())
                 error.elsewhere = any(not other.answers.asked_last(role, now) for other in self._fleet.usable(role))
                 raise

@@ -7,7 +7,8 @@ only an event in the stream can tell the client. A client that goes away cancels
 
 Which hand-off is used (`handoff`): "serial" asks prefill, then decode; "concurrent" asks both at once, prefill first,
 so that nothing was sent to anyone when a prefill instance refuses the connection; "auto" is concurrent while all usable
-instances say that they can do with it. There the two find each other by the request id, so one in use is refused.
+instances say that they can do with it. There the two find each other by a name that is drawn for each attempt: the
+client's id may come again while a former attempt under it still ends, as from a gateway that tries again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from vllm_pd_connector.proxy.exchange import (
     passed_on,
     read_exchange,
     refuse,
+    require_handed_over,
     stream_for_client,
     to_client,
     told_if_it_failed,
@@ -95,7 +97,6 @@ class Router:
         self._options, self._tracer = options, Tracer(options.otlp_traces_endpoint)
         self._legs: Legs
         self._session: aiohttp.ClientSession
-        self._in_use: set[str] = set()
         self._conversations = Conversations() if options.conversations else None
         self._trailing: set[asyncio.Task[None]] = set()
         self._healthy = ""  # what was logged last of it
@@ -191,17 +192,7 @@ class Router:
             raise unreachable(self.fleet, InstanceRole.DECODE)
         if not self._concurrent():
             return await self._serial_again(exchange)
-        if exchange.request_id in self._in_use:
-            raise LegError(409, f"X-Request-Id: {exchange.request_id} is in use by a request in flight; send another")
-        self._in_use.add(exchange.request_id)
-        try:
-            answer, prefill = await self._side_by_side(exchange)
-        except BaseException:
-            if exchange.given_back is None:
-                self._in_use.discard(exchange.request_id)
-            else:  # by its name, which is to be nobody else's meanwhile
-                exchange.given_back.add_done_callback(lambda _: self._in_use.discard(exchange.request_id))
-            raise
+        answer, prefill = await self._side_by_side(exchange)
         self._let_end(prefill, exchange.request_id)
         return answer
 
@@ -215,8 +206,8 @@ class Router:
         return all(i.engines and all(e.handoff == "concurrent" for e in i.engines.values()) for i in prefills)
 
     async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
-        """Once more by other instances where one that is ending has aborted a leg, or one is full: the client has had
-        nothing of it. Not where both legs are sent at once: the one that goes on has the request's name."""
+        """Once more by other instances where one that is ending has aborted a leg, one is full, or a prefill has handed
+        nothing over: the client has had nothing of it. Where both legs are sent at once it is told."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._serial(exchange)
@@ -236,6 +227,7 @@ class Router:
 
     async def _side_by_side(self, exchange: Exchange) -> tuple[web.StreamResponse, asyncio.Task[Any]]:
         """The complete answer, and the prefill's leg, which may still run."""
+        name = f"{exchange.request_id}.{uuid.uuid4().hex}"  # with the id, since instances' logs have the name
         sent: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         chosen: list[EngineInfo] = []
 
@@ -247,7 +239,7 @@ class Router:
             index, engine = found
             chosen[:] = [engine]
             turn, headers = exchange.turn.brought_to(instance), pinned(instance.engines, index)
-            return prefill_body(exchange.body, exchange.request_id, turn), {**exchange.headers, **headers}
+            return prefill_body(exchange.body, name, turn), {**exchange.headers, **headers}
 
         def on_sent(_instance: Instance) -> None:
             if not sent.done():
@@ -260,8 +252,8 @@ class Router:
             if not sent.done():
                 prefill.result()  # raises: it can only have failed
             engine = await sent
-            body = decode_body_beside(exchange.body, engine, exchange.request_id)
-            decode = asyncio.create_task(self._decode(exchange, body, exchange.request_id))
+            body = decode_body_beside(exchange.body, engine, name)
+            decode = asyncio.create_task(self._decode(exchange, body, name))
             await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
             if not decode.done() and exchange.answer is None:
                 prefill.result()  # without a prefill the decode instance waits in vain
@@ -275,8 +267,7 @@ class Router:
             raise
 
     def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
-        """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort. Until then
-        its id is in use: a decode instance that named it would be given this prefill."""
+        """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
 
         async def wait() -> None:
             try:
@@ -284,14 +275,13 @@ class Router:
             except (LegError, InstanceRefusal) as error:
                 logger.warning("request %s: prefill, after the answer was sent: %s", request_id, error)
 
-        self._trail(wait()).add_done_callback(lambda _: self._in_use.discard(request_id))
+        self._trail(wait())
 
-    def _trail(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _trail(self, work: Coroutine[Any, Any, None]) -> None:
         """What is left to do when a request is answered."""
         task = asyncio.create_task(work)
         self._trailing.add(task)
         task.add_done_callback(self._trailing.discard)
-        return task
 
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
@@ -305,7 +295,10 @@ class Router:
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
             require_good(who, response, content)
             self._observe("prefill", exchange)
-            return whole_answer(content, who)
+            answer = whole_answer(content, who)
+            if on_sent is None:  # else nothing is taken from it
+                require_handed_over(answer, who)
+            return answer
 
     async def _decode(self, exchange: Exchange, body: Body, name: str, *, held: bool = False) -> web.StreamResponse:
         """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered."""
@@ -325,7 +318,7 @@ class Router:
                 return passed_on(200, for_client(content, answer, who), response.headers, exchange.request_id)
         except (LegError, InstanceRefusal, asyncio.CancelledError) as error:
             if exchange.answer is None and (held or not isinstance(error, asyncio.CancelledError)):  # the client leaves
-                exchange.given_back = self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
+                self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
             raise
 
     async def _stream(

@@ -46,8 +46,9 @@ FILES, WAITING = 65535, 2048
 """Open files, and connections that wait to be taken: as vLLM's server has them."""
 MAX_HEADER = 65536
 """Bytes of a request's line and of each header: tokens and clients' certificates need more than aiohttp's 8190."""
-IDLE_CLIENT_S = 75.0
-"""For so long a client's connection without a request is kept."""
+IDLE_CLIENT_S = 3630.0
+"""For so long a client's connection without a request is kept: longer than gateways keep theirs (Envoy an hour,
+Google's load balancers ten minutes), which would write a request on one that closes. It costs a file."""
 TWICE_S = 1.0
 """For which a second signal is the first one again: wrappers pass on what the terminal has sent to all."""
 

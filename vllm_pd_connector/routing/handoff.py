@@ -6,7 +6,7 @@ passed on unchanged.
 
 Concurrent hand-off (push): both instances get the request at the same time. The prefill instance's leg is the same;
 the decode instance is told which engine will send the cache, by what that engine says of itself, and the two find each
-other by the request id that both legs carry. Nothing is taken from the prefill's answer.
+other by the name that both legs carry (`transfer_id`). Nothing is taken from the prefill's answer.
 
 The token that the prefill instance samples is thrown away: the decode instance samples the first token itself, so all
 that only shapes the answer (stop conditions, log-probabilities) is left out of the first leg. Leaving the stop
