@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.worker.decode_instance import until
 from vllm_pd_connector.worker import forward_thread
-from vllm_pd_connector.worker.forward_thread import SAMPLE_S, ForwardThread
+from vllm_pd_connector.worker.forward_thread import QUIET_S, SAMPLE_S, ForwardThread
 
 
 class Clock:
@@ -38,23 +38,49 @@ def test_a_thread_that_was_not_seen_may_be_busy(clock):
 
 
 @pytest.mark.parametrize(("share", "idle"), [(0.0, True), (0.05, True), (0.2, False), (1.0, False)])
-def test_it_is_idle_where_it_took_next_to_nothing_since_the_last_sample(clock, share, idle):
+def test_it_is_idle_where_it_took_next_to_nothing_since_it_was_first_looked_at(clock, share, idle):
     forwards = ForwardThread()
     forwards.here()
     assert not forwards.idle(10.0), "one sample says nothing"
-    clock.used += share * 0.01
-    assert forwards.idle(10.01) is idle
+    clock.used += share * QUIET_S
+    assert forwards.idle(10.0 + QUIET_S) is idle
 
 
-def test_what_was_found_holds_until_the_next_sample_is_due(clock):
+def test_it_is_busy_between_two_steps_that_follow_each_other(clock):
+    """As with short steps every few milliseconds: sleeps were exact in each pause, and for 2 ms of what came then."""
+    forwards = ForwardThread()
+    forwards.here()
+    at, found = 10.0, []
+    for _ in range(100):  # a millisecond's step, and three of pause
+        clock.used += 0.001
+        found += [forwards.idle(at := at + SAMPLE_S), forwards.idle(at := at + SAMPLE_S)]
+    assert not any(found)
+    assert not forwards.idle(at + QUIET_S / 2)
+    assert forwards.idle(at + QUIET_S)
+
+
+def test_the_kernel_is_asked_no_sooner_than_a_sample_is_due(clock):
     forwards = ForwardThread()
     forwards.here()
     forwards.idle(10.0)
-    assert forwards.idle(10.01)
+    assert forwards.idle(11.0)
     clock.used += 1.0
-    assert forwards.idle(10.01 + SAMPLE_S / 2)
+    assert forwards.idle(11.0 + SAMPLE_S / 2)
     assert clock.reads == 2
-    assert not forwards.idle(10.01 + SAMPLE_S)
+    assert not forwards.idle(11.0 + SAMPLE_S)
+
+
+def test_another_thread_that_launches_from_now_on_is_not_known_yet(clock):
+    forwards = ForwardThread()
+    forwards.here()
+    forwards.idle(10.0)
+    assert forwards.idle(11.0)
+    other = threading.Thread(target=forwards.here)
+    other.start()
+    other.join()
+    clock.used = 0.5  # less than the other had
+    assert not forwards.idle(12.0)
+    assert forwards.idle(12.0 + QUIET_S)
 
 
 def test_another_thread_reads_the_time_of_the_one_that_was_here():
