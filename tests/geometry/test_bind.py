@@ -242,6 +242,15 @@ def test_layers_of_a_window_begin_as_late_as_the_latest_of_them(swapped: bool) -
     assert first_valid_tokens(pair(mixed, theirs, [table(0, 1, 2)], 0, 19, late=True)) == {0: 14}
 
 
+def test_what_a_destination_keeps_before_its_window_need_not_be_there() -> None:
+    """vLLM keeps some tokens more of each window where several draft modules look ahead, on a side that drafts so: here
+    two. Who computes position 13 looks at those from 8 on."""
+    theirs, ours = table(0, 0, 3, 4), table(0, 2, 3, 4)
+    paired = pair(edge(WINDOW, {}, {}), [theirs], [ours], 0, 13, late=True)
+    assert first_valid_tokens(paired) == {0: 8}
+    assert runs_of(paired).total_bytes == 4 * (13 - 8)
+
+
 @pytest.mark.parametrize("forgotten", [12, 16, 24])
 def test_a_token_inside_the_window_is_never_left_out(forgotten: int) -> None:
     """Who computes position 16 looks at those from 11 on."""

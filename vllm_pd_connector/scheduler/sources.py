@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computes_itself, media_names, prompt_digest, transfer_params
 from vllm_pd_connector.compat.conversations import is_text, prefix_digests
-from vllm_pd_connector.compat.model.caches import prefill_backoff
+from vllm_pd_connector.compat.model.caches import decode_backoff, prefill_backoff
 from vllm_pd_connector.errors import ProtocolError, UnauthenticatedPeer
 from vllm_pd_connector.metadata import Either, PushFrom, ReadFrom
 from vllm_pd_connector.protocol.params.answer import require_signature
@@ -49,9 +49,11 @@ class Sources:
         self._keys = keys_of(config)
         self._secret = config.secret()
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
+        self._least = decode_backoff(vllm_config, kv_cache_config)
 
     def prefilled_tokens(self, request: Request) -> int:
-        """How much of a request's prompt a prefill instance computes; the rest is for decode, 0 or less is nothing."""
+        """How much of a request's prompt a prefill instance computes that drafts as this one does; the rest is for
+        decode, 0 or less is nothing."""
         return int(request.num_prompt_tokens - self._backoff)
 
     def require_role(self) -> None:
@@ -103,14 +105,14 @@ class Sources:
         Raises:
             ProtocolError: what differs.
         """
-        most = self.prefilled_tokens(request)
-        if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
+        most = request.num_prompt_tokens - self._least
+        loads = self.prefilled_tokens(request) > 0 and not computes_itself(request)
+        if self._least and remote.remote_num_tokens > most and loads:
             raise ProtocolError(
                 f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
-                f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance, "
+                f"computes the last {self._least} prompt token(s); run the same release on the prefill instance, "
                 "with the same hybrid KV cache manager setting (another connector beside this one may have turned it "
-                "off there), where several draft modules look ahead with as many num_speculative_tokens, and have both "
-                "sides draft where the drafter has windows and the model has none"
+                "off there)"
             )
         digest = prompt_digest(request, remote.remote_num_tokens, *self._names)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:

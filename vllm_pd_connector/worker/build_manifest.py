@@ -15,13 +15,12 @@ from vllm_pd_connector.compat.model import backends, facts
 from vllm_pd_connector.compat.model.caches import (
     LayerCache,
     LayerStates,
-    cpu_attention_is_affine,
     layer_caches,
     layer_states,
     transfer_groups,
 )
 from vllm_pd_connector.compat.model.layers import draft_layers
-from vllm_pd_connector.compat.model.pages import Form
+from vllm_pd_connector.compat.model.pages import Form, cpu_attention_is_affine
 from vllm_pd_connector.errors import InvalidTopology, UnsupportedCache
 from vllm_pd_connector.geometry.layouts import attention
 from vllm_pd_connector.geometry.layouts.attention import PageView

@@ -64,10 +64,12 @@ def make_half(
     parallel: Mapping[str, Any] | None = None,
     media: Any = None,
     speculative: Any = None,
+    layers: int = 8,
     **changes: Any,
 ) -> tuple[SchedulerHalf, BlockPool]:
     """A scheduler half with a real block pool; `role` is a `kv_role`, `spec` that of each group, `media`
-    vLLM's MultiModalConfig of an engine without prefix caching, `speculative` its SpeculativeConfig."""
+    vLLM's MultiModalConfig of an engine without prefix caching, `speculative` its SpeculativeConfig. Each group has one
+    layer; the model has `layers`, and those behind them are its drafter's."""
     specs = spec if isinstance(spec, tuple) else (spec,)
     alone = {
         "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1",
@@ -87,14 +89,23 @@ def make_half(
             lora_config=None,
             num_prefill_lookahead_tokens=lookahead,
             scheduler_config=SimpleNamespace(disable_chunked_mm_input=False),
-            model_config=SimpleNamespace(is_mm_prefix_lm=False, uses_mrope=False, multimodal_config=media),
+            model_config=SimpleNamespace(
+                is_mm_prefix_lm=False,
+                uses_mrope=False,
+                multimodal_config=media,
+                get_total_num_hidden_layers=lambda: layers,
+            ),
+            compilation_config=SimpleNamespace(static_forward_context={}),
             cache_config=SimpleNamespace(enable_prefix_caching=False),
             ec_transfer_config=None,
             speculative_config=speculative,
         ),
         SimpleNamespace(
             transfer_group_ids=tuple(range(len(specs))),
-            transfer_groups=tuple(SimpleNamespace(kv_cache_spec=each) for each in specs),
+            transfer_groups=tuple(
+                SimpleNamespace(kv_cache_spec=each, layer_names=[f"model.layers.{i}.attn"])
+                for i, each in enumerate(specs)
+            ),
         ),
     )
     pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)

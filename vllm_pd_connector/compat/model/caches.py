@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_pd_connector.compat.blocks import computes_itself
 from vllm_pd_connector.compat.model import backends
-from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
+from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, draft_layers, layer_facts
 from vllm_pd_connector.compat.model.pages import (
     INDEX_SCALES,
     INDEX_VALUES,
@@ -210,8 +210,23 @@ def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
     Source: vLLM 0.32, `SlidingWindowManager.get_num_skipped_tokens`, `VllmConfig.num_prefill_lookahead_tokens`,
     nixl/base_scheduler.py (prefill backoff, for recurrent states only).
     """
-    kinds = set(group_kinds(config))
-    return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
+    return max(_backoff(group_kinds(config)), int(vllm_config.num_prefill_lookahead_tokens) - 1)
+
+
+def decode_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
+    """How many of these the decode side needs left to it, however it and the prefill side draft: what the model's own
+    groups need. A drafter's caches decide which drafts are right and no token of an answer, those of its trailing
+    modules and of its own windows alike.
+
+    Source: vLLM 0.32, `Scheduler._reserve_prefill_lookahead` (what the lookahead is for), `MultiModuleMTPSpeculator`.
+    """
+    drafted = set(draft_layers(vllm_config, (name for group in config.transfer_groups for name in group.layer_names)))
+    kinds = zip(config.transfer_groups, group_kinds(config), strict=True)
+    return _backoff(kind for group, kind in kinds if not drafted or not drafted.issuperset(group.layer_names))
+
+
+def _backoff(kinds: Iterable[GroupKind | None]) -> int:
+    return 0 if set(kinds) <= {GroupKind.FULL} else 1
 
 
 _POSITIONS_BY_RANGE = frozenset({
@@ -240,7 +255,7 @@ def stop_short(request: Request, tokens: int, media_whole: bool) -> None:
     """Have a new request compute all of its prompt but the last `tokens`, and end after one output token: a state or a
     window that went on with further ones would not be that of the prompt any more.
 
-    A prompt that is not longer than that stays whole, and so does one that vLLM computes whatever was cached.
+    Of a prompt that is not longer its first token is left. One that vLLM computes whatever was cached stays whole.
 
     Raises:
         ProtocolError: the prompt ends within a medium that is computed in one piece (`takes_media_whole`), or within a
@@ -259,9 +274,10 @@ def stop_short(request: Request, tokens: int, media_whole: bool) -> None:
     if tokens == 0:
         return
     request.max_tokens = 1
-    left = request.num_prompt_tokens - tokens
-    if left <= 0 or computes_itself(request):
+    tokens = min(tokens, request.num_prompt_tokens - 1)
+    if tokens <= 0 or computes_itself(request):
         return
+    left = request.num_prompt_tokens - tokens
     for medium in request.mm_features or ():
         place = medium.mm_position
         if (media_whole or medium.modality == "video") and place.offset + place.length > left:
@@ -375,14 +391,3 @@ def _layers(
             if layer not in kv_caches:
                 raise UnsupportedCache(f"vLLM registered no cache for layer {layer} of transfer group {index}")
             yield index, layer, spec, kv_caches[layer]
-
-
-def cpu_attention_is_affine(head_size: int, model_dtype: str, block_tokens: int) -> bool:
-    """Whether CPU_ATTN stores K transposed and V token-major (its `vec` kernels), in whichever precision; AMX packs K
-    in another form. The backend chooses by the dtype that the model computes in, not by the cache's.
-
-    Source: vLLM 0.32, `v1/attention/backends/cpu_attn.py` (_get_attn_isa); bytes compared on a real cache.
-    """
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return _get_attn_isa(getattr(torch, model_dtype), block_tokens, head_size) in ("vec", "vec16")

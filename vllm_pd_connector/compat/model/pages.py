@@ -21,6 +21,7 @@ from platform import machine
 from secrets import token_bytes
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -234,3 +235,14 @@ def _nvfp4(spec: AttentionSpec, backend: str, in_order: bool) -> Page:
     if not in_order:
         return _opaque("NVFP4, where this device has the scales of V in tiles of four tokens", anywhere=True)
     return Page(Form.KEY_VALUE_REGIONS, Role.KEY, values, scales)
+
+
+def cpu_attention_is_affine(head_size: int, model_dtype: str, block_tokens: int) -> bool:
+    """Whether CPU_ATTN stores K transposed and V token-major (its `vec` kernels), in whichever precision; AMX packs K
+    in another form. The backend chooses by the dtype that the model computes in, not by the cache's.
+
+    Source: vLLM 0.32, `v1/attention/backends/cpu_attn.py` (_get_attn_isa); bytes compared on a real cache.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(getattr(torch, model_dtype), block_tokens, head_size) in ("vec", "vec16")

@@ -39,6 +39,11 @@ ALIKE = (
     "need one --mm-hasher-algorithm, and vLLM's caches for them or prefixes on both sides or on neither"
 )
 """What both legs of a request need besides, to have one prompt."""
+DRAFTS_ALIKE = (
+    ". A drafter of several modules, or with windows, has a prefill leave it tokens: draft equally many tokens by it "
+    "on both sides, or send decode's leg with the prefill's answer"
+)
+"""And to have one length of what is prefilled, where both are sent at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -225,7 +230,7 @@ def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
         return (
             f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) {OTHER_PROMPT}"
             f"{into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt and "
-            f"{ALIKE}"
+            f"{ALIKE}{DRAFTS_ALIKE if into.stop != prefill.num_tokens else ''}"
         )
     if into.reader >= into.readers or any(into.readers != other.readers for other in others):
         return f"reader {into.reader} of {into.readers} {OTHER_READERS}"
