@@ -33,42 +33,6 @@ def with_parallel(given: Sequence[Manifest], **fields: object) -> list[Manifest]
     return [change(m, parallel=change(m.parallel, **fields)) for m in given]
 
 
-def drafting(**side: object) -> list[Manifest]:
-    """An instance of MODEL whose drafter has a layer behind its own."""
-    made = with_model(manifests(Model(layers=3, heads=4), engine="d-1", **side), speculative="eagle")
-    return [change(m, draft_layers=("layers.2.attn",)) for m in made]
-
-
-def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None:
-    plain = with_model(manifests(tp=2), speculative="")
-    [destination] = drafts = drafting()
-    for one, other in ((drafts, plain), (plain, drafts)):
-        assert check_pd_topology(one, other).allowed and check_pd_topology(one[0], other).allowed
-    plan = make_plan(destination, plain)
-    moved = [p for edge in plan.edges for p in edge.pairings]
-    layers = [{name for p in pairings for b in p.batches for name in b.layers} for pairings in (moved, plan.absent)]
-    assert layers == [{"layers.0.attn", "layers.1.attn"}, {"layers.2.attn"}]
-    assert plan.unfilled == {"layers.2.attn"}
-    assert not make_plan(plain[0], drafts).absent
-
-
-@pytest.mark.parametrize(
-    ("layers", "here", "there"),
-    [
-        (("layers.2.attn",), "eagle", "mtp"),
-        ((), "eagle", ""),  # the layer is the model's
-        ((), "", ""),
-        ((), "", "eagle"),  # it is the other that drafts
-    ],
-)
-def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(layers, here: str, there: str) -> None:
-    local = [change(m, draft_layers=layers) for m in with_model(drafting(), speculative=here)]
-    remote = with_model(manifests(), speculative=there)
-    assert "caches of layers.2.attn" in fields(check_pd_topology(local, remote))
-    with pytest.raises(IncompatiblePeer, match=r"layers\.2\.attn"):
-        make_plan(local[0], remote)
-
-
 def with_tensors(given: Sequence[Manifest], role: Role, **fields: object) -> list[Manifest]:
     return [change(m, tensors=tuple(change(t, **fields) if t.role is role else t for t in m.tensors)) for m in given]
 

@@ -13,7 +13,6 @@ equal parts, one per replica. So all replicas serve the same share, with few edg
 
 Under context parallelism a source holds a share of the tokens. Shares are one more axis of the boxes: a destination
 needs all of them, and those without a token of its own (`interleave.meet`) are left out after the proof.
-
 The manifests must have passed `check_pd_topology`.
 """
 
@@ -44,12 +43,15 @@ from vllm_pd_connector.geometry.manifest import (
 from vllm_pd_connector.geometry.sharding import (
     Box,
     Interval,
+    box_of,
     context_rank,
     describe_rank,
     intersect,
+    logical_axes,
     require_one_writer,
+    share_box,
 )
-from vllm_pd_connector.geometry.topology import box_of, drafted_alone, logical_axes, pair_differences, share_box
+from vllm_pd_connector.geometry.topology import drafted_alone, pair_differences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -138,7 +140,7 @@ class Edge:
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """One edge per source rank that contributes, ordered by rank. `absent` are the destination's tensors that no source
-    has, those of a drafter, each paired with itself: there is nothing to move, and nothing may be left there."""
+    gives, those of a drafter, each paired with itself: there is nothing to move, and nothing may be left there."""
 
     destination: Rank
     edges: tuple[Edge, ...]
@@ -229,17 +231,16 @@ def _choosing(
         for tensor in source.tensors:
             holders.setdefault((tensor.layer, tensor.role), []).append((i, tensor))
         yield
-    alone = drafted_alone([destination], sources[0]) if sources else frozenset()
+    alone = drafted_alone([destination], sources) if sources else frozenset()
     known: dict[object, tuple[_Cut, ...]] = {}
     chosen, absent = [], []
     served: dict[tuple[int, ...], dict[str, int]] = {}  # by the replicas that can serve these layers
     for tensor in destination.tensors:
-        candidates = holders.get((tensor.layer, tensor.role), [])
         # A state cannot be missing: decode would go on from nothing.
-        paged = destination.groups[tensor.group].kind is not GroupKind.STATE
-        if not candidates and paged and tensor.layer in alone:
+        if tensor.layer in alone and destination.groups[tensor.group].kind is not GroupKind.STATE:
             absent.append(_Part(tensor, tensor, _layout_of(tensor.axes, tensor.axes, box_of(tensor.axes), same)))
             continue
+        candidates = holders.get((tensor.layer, tensor.role), [])
         shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
         if (cuts := known.get(shape)) is None:
             cuts = known[shape] = yield from _cutting(tensor, candidates, destination, sources)
@@ -272,8 +273,7 @@ def _cutting(
             raise IncompatiblePeer(f"{name}: incompatible with {where}:", found)
         replicas.setdefault((box_of(peer.axes), their_share), []).append(position)
         yield
-    cuts = []
-    pieces = []
+    cuts, pieces = [], []
     for (held, their_share), positions in replicas.items():
         if (common := intersect(wanted, held)) is not None:
             pieces.append((*common, *share_box(their_share)))

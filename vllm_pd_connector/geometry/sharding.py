@@ -2,20 +2,26 @@
 
 vLLM splits KV heads evenly over the ranks when there are at least as many heads as ranks, and gives each head to
 `tp_size // num_heads` neighbouring ranks when there are fewer. `shard` is the only place that knows this rule; the
-planner only intersects the intervals that manifests declare, as boxes (one interval per logical axis), and
+planner only intersects the intervals that manifests declare, as boxes (one interval per logical axis, `box_of`), and
 `require_one_writer` proves that the pieces it chose fill a destination exactly once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import IncompatiblePeer, InvalidTopology
+from vllm_pd_connector.geometry.manifest import Axis, AxisName, TokenShare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+
+# Of tensors there are some in a model, and for each a shard of it on each rank.
+_FORMS = 1024
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -77,6 +83,33 @@ def describe_rank(rank: tuple[int, int, int]) -> str:
     """A worker's (pipeline, prefill-context, tensor) rank in words."""
     pipeline, context, tensor = rank
     return f"pp{pipeline} pcp{context} tp{tensor}" if context else f"pp{pipeline} tp{tensor}"
+
+
+def logical_axes(axes: Iterable[Axis]) -> list[Axis]:
+    """The axes that a box is made of: all but TOKEN, in an order that both sides share."""
+    return sorted((axis for axis in axes if axis.name is not AxisName.TOKEN), key=lambda axis: axis.name)
+
+
+@lru_cache(maxsize=_FORMS)
+def box_of(axes: tuple[Axis, ...]) -> Box:
+    """The part of the logical tensor that these axes hold."""
+    return tuple(Interval(axis.start, axis.start + axis.size) for axis in logical_axes(axes))
+
+
+@lru_cache(maxsize=_FORMS)
+def extents_of(axes: tuple[Axis, ...]) -> tuple[tuple[str, int], ...]:
+    """(axis name, extent in the whole model) of every logical axis."""
+    return tuple((str(axis.name), axis.total) for axis in logical_axes(axes))
+
+
+def shares_of(share: TokenShare) -> tuple[tuple[str, int], ...]:
+    """Where ranks take turns with the tokens, that is one more axis of what they hold: its name and extent."""
+    return (("share", share.size),) if share.size > 1 else ()
+
+
+def share_box(share: TokenShare) -> Box:
+    """The part of that axis that one rank holds."""
+    return (Interval(share.rank, share.rank + 1),) if share.size > 1 else ()
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -7,7 +7,8 @@ The check is made of two questions, each answered completely before the next is 
    logical tensor.
 2. Do the cached numbers mean the same? Model facts, dtypes, roles, extents, windows: compared by name.
 
-One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafted_alone`).
+One side may draft alone, or have its drafter's caches in a group of another kind: they are then nobody's to give or to
+want (`drafted_alone`).
 
 Block sizes, layouts, tensor, pipeline and context parallel sizes, the interleaving of tokens and capacities may differ:
 the planner converts between them. A result that nobody computed denies.
@@ -20,22 +21,25 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Pieces, at_once
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManifest, InvalidTopology
-from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor, TokenShare
-from vllm_pd_connector.geometry.sharding import Box, Interval, describe_rank, require_one_writer
+from vllm_pd_connector.geometry.manifest import Axis, Group, Manifest, ModelFacts, Tensor, TokenShare
+from vllm_pd_connector.geometry.sharding import (
+    Interval,
+    box_of,
+    describe_rank,
+    extents_of,
+    require_one_writer,
+    share_box,
+    shares_of,
+)
 from vllm_pd_connector.geometry.validate import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-
-# Of tensors there are some in a model, and for each a shard of it on each rank.
-_FORMS = 1024
+    from collections.abc import Sequence
 
 
 class TopologyStatus(StrEnum):
@@ -205,33 +209,6 @@ def _check_tiling(manifests: Sequence[Manifest]) -> None:
         proven.add(distinct)
 
 
-def logical_axes(axes: Iterable[Axis]) -> list[Axis]:
-    """The axes that a box is made of: all but TOKEN, in an order that both sides share."""
-    return sorted((axis for axis in axes if axis.name is not AxisName.TOKEN), key=lambda axis: axis.name)
-
-
-@lru_cache(maxsize=_FORMS)
-def box_of(axes: tuple[Axis, ...]) -> Box:
-    """The part of the logical tensor that these axes hold."""
-    return tuple(Interval(axis.start, axis.start + axis.size) for axis in logical_axes(axes))
-
-
-@lru_cache(maxsize=_FORMS)
-def extents_of(axes: tuple[Axis, ...]) -> tuple[tuple[str, int], ...]:
-    """(axis name, extent in the whole model) of every logical axis."""
-    return tuple((str(axis.name), axis.total) for axis in logical_axes(axes))
-
-
-def shares_of(share: TokenShare) -> tuple[tuple[str, int], ...]:
-    """Where ranks take turns with the tokens, that is one more axis of what they hold: its name and extent."""
-    return (("share", share.size),) if share.size > 1 else ()
-
-
-def share_box(share: TokenShare) -> Box:
-    """The part of that axis that one rank holds."""
-    return (Interval(share.rank, share.rank + 1),) if share.size > 1 else ()
-
-
 _SAME_REVISION = "serve the same model and --revision on both sides"
 _SAME_CONFIGURATION = (
     "serve with the same config.json (--hf-config-path) and processor configuration on both sides; where they say the "
@@ -259,9 +236,14 @@ _ADVICE = {
 }
 
 
-def drafted_alone(own: Iterable[Manifest], peer: Manifest) -> frozenset[str]:
-    """Layers of a drafter whose like the peer, which serves the same model, does not have since it does not draft."""
-    return frozenset(layer for m in own for layer in m.draft_layers if not peer.model.speculative)
+def drafted_alone(own: Sequence[Manifest], peer: Sequence[Manifest]) -> frozenset[str]:
+    """Layers of a drafter whose like the peer, which serves the same model, does not have: it does not draft, or its
+    group of them is of another kind. vLLM keeps all tokens of a drafter's window where its pages fit no other group's,
+    which depends on the ranks' heads."""
+    drafted = {(t.layer, m.groups[t.group].kind) for m in own for t in m.tensors if t.layer in m.draft_layers}
+    there = {t.layer: m.groups[t.group].kind for m in peer for t in m.tensors} if drafted else {}
+    drafts = bool(peer[0].model.speculative)  # a layer that it then lacks is another drafter's
+    return frozenset(layer for layer, kind in drafted if there.get(layer, kind if drafts else None) is not kind)
 
 
 def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
@@ -291,8 +273,8 @@ def _role_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> 
     # One worker of a pipeline holds some of the layers; what only the other side has is then no difference.
     whole = len({m.parallel.pp_rank for m in local}) == local[0].parallel.pp_size
     found: dict[tuple[str, str], list[str]] = {}
-    layers = here.keys() | (there.keys() - drafted_alone(remote, local[0]) if whole else set())
-    for layer in sorted(layers - drafted_alone(local, remote[0])):
+    layers = here.keys() | (there.keys() - drafted_alone(remote, local) if whole else set())
+    for layer in sorted(layers - drafted_alone(local, remote)):
         sides = here.get(layer, frozenset()), there.get(layer, frozenset())
         if sides[0] != sides[1]:
             printed = [", ".join(sorted(roles)) or "absent" for roles in sides]
@@ -320,8 +302,9 @@ def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -
             read = tensor.as_written(local)
             theirs.setdefault((tensor.layer, tensor.role), {})[_meaning(read, group)] = read, group
     found: dict[Difference, list[str]] = {}
+    alone = drafted_alone(local, remote)
     for manifest in local:
-        for tensor in manifest.tensors:
+        for tensor in (t for t in manifest.tensors if t.layer not in alone):
             group = manifest.groups[tensor.group]
             peers = theirs.get((tensor.layer, tensor.role), {})
             if tensor.opaque:

@@ -20,7 +20,7 @@ from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTables
 from vllm_pd_connector.geometry.checksums.digest import mix
 from vllm_pd_connector.geometry.interleave import holds, local_position
 from vllm_pd_connector.geometry.manifest import AxisName, GroupKind, Manifest, Tensor
-from vllm_pd_connector.geometry.topology import logical_axes
+from vllm_pd_connector.geometry.sharding import logical_axes
 
 TOKENS_AT_ONCE: Final = 256
 _BESIDE: Final = 0xA5

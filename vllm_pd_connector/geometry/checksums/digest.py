@@ -22,7 +22,7 @@ from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTables
 from vllm_pd_connector.geometry.interleave import holds, local_position
 from vllm_pd_connector.geometry.manifest import WHOLE, AxisName, GroupKind, Manifest, Role, Tensor, TokenShare
-from vllm_pd_connector.geometry.topology import logical_axes
+from vllm_pd_connector.geometry.sharding import logical_axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ old bytes may be read as NaN, and zero times NaN is NaN.
 
 What a run covers follows from the plan, in a pull as in a push: every pairing has its own end of the range. So the
 destination finds its blanks alone, whoever moves the bytes, and each element belongs to one edge of the plan. States
-have no slots and always come whole. Where decode drafts and prefill does not, the drafter's pages are blank altogether:
-it drafts as if it had not seen the prompt.
+have no slots and always come whole. Where decode drafts and prefill has no like of its drafter's layers, their pages
+are blank altogether: it drafts as if it had not seen the prompt.
 
 Source: vLLM 0.32, `KVCacheConfig.needs_kv_cache_zeroing`, `KVCacheCoordinator.allocate_new_computed_blocks`.
 """
