@@ -63,6 +63,7 @@ def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any], blo
     )
     scheduling = SimpleNamespace(disable_chunked_mm_input=False)
     others = {"num_prefill_lookahead_tokens": 0, "lora_config": None, "scheduler_config": scheduling}
+    others |= {"speculative_config": None}
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=model, **others)
     spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.float32)
     caches = SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),))
