@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scheduler.halves import hand_over, make_half, make_request, receive_of, serving_half
+from tests.support.scheduler.halves import broken, hand_over, make_half, make_request, receive_of, serving_half
 from tests.support.scheduler.push_halves import Prefill
 from vllm_pd_connector.metadata import BadParameters
 from vllm_pd_connector.observability.stats import NotHeld
 from vllm_pd_connector.protocol.wire import push_messages as pm
-
-
-def broken(*_: object, **__: object) -> None:
-    raise ZeroDivisionError("a defect")
 
 
 def test_a_request_that_meets_one_when_it_arrives_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,8 @@ class Producer:
         stop_short(request, *self._cut)
         self._announce(request)
         self._spans.started(request)
-        self._unfinished[request.request_id] = request
         self._tables.follow(request.request_id)
+        self._unfinished[request.request_id] = request
 
     def _announce(self, request: Request) -> None:
         """Let decode instances ask for a prefill. While this instance sleeps only its name is looked at.
@@ -207,6 +207,8 @@ class Producer:
             why = "this instance's kv_role is kv_consumer: nothing is held. Send prefill requests to a kv_producer"
             logger.error("request %s asks for do_remote_decode, but %s", request.request_id, why)
             return None
+        if request.request_id not in self._unfinished:  # under recompute vLLM computes it all the same
+            raise ProtocolError("it was refused when it came, or a defect met it: nobody knows what computed it")
         if self._server is None or self._blocks is None:
             raise ProtocolError("the instance sleeps")
         if reason := self._epochs.mixed(request):
@@ -227,7 +229,7 @@ class Producer:
         Raises:
             ProtocolError: parameters that no prefill instance would accept; nothing is kept.
         """
-        if self._server is None or self._blocks is None or not self.lending.enabled or not any(block_ids):
+        if self._server is None or self._blocks is None or not any(block_ids) or request.request_id not in self._going:
             return None
         if why := self.lending.why_not(request) or self._epochs.mixed(request):
             self.lending.not_kept(request.request_id, why)
