@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from tests.support.scheduler import talks
 from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
@@ -246,3 +247,24 @@ def test_nothing_is_kept_of_a_refused_decode_request_that_is_computed_all_the_sa
         decode.step(failed={name})
         decode.run(name)
         assert (decode.ended(name).kv_transfer_params is not None) == whole
+
+
+@pytest.mark.parametrize("broken_part", ["turns", "sources"], ids=["before it gets blocks", "when it gets blocks"])
+def test_a_turn_that_meets_a_defect_is_computed_whatever_the_policy(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, broken_part: str
+) -> None:
+    prefill, decode = talks.both(engine)
+    params = talks.first_turn(prefill, decode)
+    consumer = prefill.connector.scheduler.consumer
+    if broken_part == "turns":
+        monkeypatch.setattr(consumer.turns, "may_read", broken)
+        talks.computed(prefill, "p-2", talks.next_prompt(), params)
+    else:
+        monkeypatch.setattr(consumer.sources, "from_here", broken)
+        request = talks.turn(prefill, "p-2", talks.next_prompt(), params)
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and prefill.receive_of("p-2").spare
+        prefill.step(received={"p-2"}, report=WorkerReport(spared={"p-2"}))
+        prefill.run("p-2")
+        assert talks.told(prefill, "p-2") is not None
+    assert not consumer._receives
+    given_back(decode)

@@ -15,8 +15,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from tests.support.ports import free_port
 from tests.support.scheduler.halves import (
+    PROMPT,
     abort,
     allocate,
+    broken,
     hand_over,
     make_half,
     make_request,
@@ -208,6 +210,20 @@ def test_a_request_whose_own_prompt_cannot_be_told_gives_up_its_prefill(consumer
         [receive] = step(half).receives
         assert receive.source.reason == "lora_request: no content"
         until(lambda number=number: declines(prefill) == number, "the word that nothing is needed")
+
+
+def test_a_request_that_meets_a_defect_when_its_prefill_is_found_fails_alone_and_gives_it_up(
+    consumer, proxied, monkeypatch
+):
+    half, pool = consumer
+    prefill, port = proxied
+    monkeypatch.setattr(sources, "prompt_digest", broken)
+    half.on_new_request(request := make_request("d-1", bootstrapped(port)))
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the answer")
+    assert allocate(half, pool, request)[0] == len(PROMPT)
+    [receive] = step(half).receives
+    assert "ZeroDivisionError: a defect" in receive.source.reason
+    until(lambda: declines(prefill) == 1, "the word that nothing is needed")
 
 
 def test_a_bootstrap_address_that_leads_to_the_instance_itself_gives_up_its_prefill():

@@ -31,7 +31,7 @@ from vllm_pd_connector.compat.conversations import note_without_blocks, spare_lo
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.compat.queues import rest_until_next_message
-from vllm_pd_connector.errors import OtherWeights, ProtocolError
+from vllm_pd_connector.errors import OtherWeights, ProtocolError, reason_of
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.stats import NotHeld, PDStats
 from vllm_pd_connector.protocol.params.conversation import names_conversation
@@ -167,30 +167,38 @@ class SchedulerHalf:
                 case Kind.NONE:
                     pass
         except Exception as error:  # vLLM's engine core ends by what is raised here: a defect must cost one request
-            reason = error
-            if not isinstance(reason, ProtocolError):
-                logger.exception("request %s: it cannot be taken", request.request_id)
-                reason = ProtocolError(f"unexpected {type(error).__name__}: {error}")
-            self.consumer.refuse(request, reason)
+            self.consumer.refuse(request, reason_of(error, logger, request.request_id, "it cannot be taken"))
             drop_other_params(request)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
-        self.producer.make_room(self.producer.lending.blocks_for(request))
-        if request.request_id in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
-            self._without_blocks.discard(request.request_id)
-            self.producer.give_up_oldest()
-        # Rather than a prefill, a conversation goes, which may never go on.
-        if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.give_up_oldest):
-            return None, False
-        count = self.consumer.num_remote_tokens(request, num_computed_tokens)
+        name = request.request_id
+        try:
+            self.producer.make_room(self.producer.lending.blocks_for(request))
+            if name in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
+                self._without_blocks.discard(name)
+                self.producer.give_up_oldest()
+            # Rather than a prefill, a conversation goes, which may never go on.
+            if not computes_itself(request) and not self.share.admits(name, self.producer.give_up_oldest):
+                return None, False
+        except Exception:  # as where it arrived
+            logger.exception("request %s: making room for it", name)
+        try:
+            count = self.consumer.num_remote_tokens(request, num_computed_tokens)
+        except Exception as error:
+            fails = self.consumer.cannot_load(request, reason_of(error, logger, name, "it cannot be loaded"))
+            count = max(request.num_prompt_tokens - num_computed_tokens, 0) if fails else 0
         return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.share.begin(request.request_id)
-        if num_external_tokens:
-            self.beside.end_before(owned_blocks(blocks, self.group_ids))
-        self.consumer.allocated(request, blocks, num_external_tokens)
+        try:
+            self.share.begin(request.request_id)
+            if num_external_tokens:
+                self.beside.end_before(owned_blocks(blocks, self.group_ids))
+            self.consumer.allocated(request, blocks, num_external_tokens)
+        except Exception as error:
+            reason = reason_of(error, logger, request.request_id, "its load cannot begin")
+            self.consumer.cannot_begin(request, num_external_tokens, reason)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
