@@ -320,8 +320,8 @@ class Consumer:
         """Every rank reported. The workers have told the prefill side of what is good; of what failed under a
         lease not all may have asked there, or been understood. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
-        self._used.add(None if failed else receive)
         self._forget(request_id, release=failed and bool(receive and receive.reading))
+        self._used.add(None if failed else receive)
         self._aborts = [name for name in self._aborts if name != request_id]  # the name may be another's by then
         if receive is None or receive.ended:
             return True

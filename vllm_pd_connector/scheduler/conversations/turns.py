@@ -124,9 +124,9 @@ class Turns:
 
     def lost(self, receive: Receive, why: str) -> None:
         """A turn could not be received, as the workers have said, or not be handed on: it is computed."""
+        receive.outdated = True
         if receive.turn is not None:
             self._compute(receive.turn, why)
-        receive.outdated = True
 
     def _compute(self, request: Request, why: str) -> None:
         self.counted["turns_computed"] += 1
