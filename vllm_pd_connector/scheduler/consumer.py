@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import owned_blocks, transfer_params, was_refused
+from vllm_pd_connector.compat.blocks import finished_normally, owned_blocks, transfer_params, was_refused
 from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import OtherWeights, ProtocolError, UnauthenticatedPeer, Withdrawn
@@ -90,6 +90,7 @@ class Consumer:
         self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
+        self._named: dict[str, PrefillRef] = {}  # of requests whose two legs came at once
         self._used, self.computed = Used(), Computed(self.sources.prefills)
 
     def add(self, request: Request) -> None:
@@ -126,7 +127,7 @@ class Consumer:
             if not isinstance(error, UnauthenticatedPeer):
                 self._renewer.decline(address, prefill, time.monotonic())
             raise
-        self._known[prefill] = None
+        self._known[prefill], self._named[request.request_id] = None, prefill
         if self.sources.are_here(push.engine_id):
             self._renewer.decline(address, push.prefill, time.monotonic())
             return self.computed.here(request, ComputedHere.OWN)
@@ -204,7 +205,7 @@ class Consumer:
             ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
         """
         found, prefill = self._searches.find(remote), named(request)
-        self._known[prefill] = None
+        self._known[prefill], self._named[request.request_id] = None, prefill
         if not self._pushes:
             self._searches.decline(prefill, found, time.monotonic())
             raise ProtocolError(
@@ -304,6 +305,8 @@ class Consumer:
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""
         self._arrived.discard(request.request_id)
+        if (prefill := self._named.pop(request.request_id, None)) is not None and finished_normally(request):
+            self._known.pop(prefill, None)  # no stand-in comes for it, and the name may be used again
         if (receive := self._receives.get(request.request_id)) is None:
             return
         if receive.loading:
