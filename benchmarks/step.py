@@ -124,6 +124,7 @@ def hold_leases(engine: Engine, count: int) -> list[dict[str, Any]]:
     for number in range(count):
         ids = [block.block_id for block in engine.blocks()]
         ended = request(number, {"do_remote_decode": True, "do_remote_prefill": False})
+        engine.scheduler.on_new_request(ended)
         _, params = engine.scheduler.request_finished_all_groups(ended, (ids,))
         assert params is not None, "the lease is not held"
         answers.append(params)

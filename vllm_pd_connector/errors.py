@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import logging
     from collections.abc import Sequence
 
 
@@ -114,3 +115,12 @@ class PeerLost(TransferError):
 
 class DeadlineExceeded(PDConnectorError):
     """A phase of a request took longer than its deadline."""
+
+
+def reason_of(error: Exception, logger: logging.Logger, request_id: str, what: str) -> ProtocolError:
+    """Why one request fails by an error, or goes on without what it came for. Whatever is no ProtocolError is a defect
+    of ours, which must cost nothing else; it is logged with `what` could not be done."""
+    if isinstance(error, ProtocolError):
+        return error
+    logger.error("request %s: %s", request_id, what, exc_info=error)
+    return ProtocolError(f"unexpected {type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from tests.support.scheduler import talks
 from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
@@ -26,6 +27,7 @@ from tests.support.scheduler.engines import (
     read,
     transfer,
 )
+from tests.support.scheduler.halves import broken
 from vllm_pd_connector.compat.blocks import drop_other_params
 from vllm_pd_connector.metadata import BadParameters, WorkerReport
 from vllm_pd_connector.protocol.lease import End
@@ -213,3 +215,56 @@ def test_of_a_prefill_that_ends_with_its_blocks_given_back_nothing_stays(engine:
     producer = prefill.connector.scheduler.producer
     assert not producer.progress._running and not producer._server.pushes._table._rendezvous._prefills
     prefill.check_empty()
+
+
+@pytest.mark.parametrize("refused", [{"transfer_id": 5}, {}], ids=["for its name", "for a defect"])
+def test_a_refused_prefill_that_is_computed_all_the_same_is_not_handed_over(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, refused: dict[str, Any]
+) -> None:
+    """Under `recompute`: with which weights it began, and what it will lease, nobody has noted."""
+    prefill = engine("kv_producer", policy="recompute")
+    if not refused:
+        monkeypatch.setattr(prefill.connector.scheduler.producer._tables, "follow", broken)
+    prefill.add("p-1", PROMPT, KEEP | refused, max_tokens=1)
+    prefill.step()
+    prefill.step(failed={"p-1"})
+    prefill.run("p-1")
+    assert prefill.ended("p-1").finish_reason is FinishReason.LENGTH
+    assert prefill.ended("p-1").kv_transfer_params is None
+    prefill.check_empty()
+
+
+def test_nothing_is_kept_of_a_refused_decode_request_that_is_computed_all_the_same(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = engine("kv_producer"), engine(transfer("kv_consumer", conversations=True), policy="recompute")
+    for name, whole in (("d-1", True), ("d-2", False)):
+        params = prefilled(prefill, name, PROMPT)
+        with monkeypatch.context() as patch:
+            if not whole:
+                patch.setattr(decode.connector.scheduler.consumer, "add", broken)
+            loading(decode, name, PROMPT, params)
+        decode.step(failed={name})
+        decode.run(name)
+        assert (decode.ended(name).kv_transfer_params is not None) == whole
+
+
+@pytest.mark.parametrize("broken_part", ["turns", "sources"], ids=["before it gets blocks", "when it gets blocks"])
+def test_a_turn_that_meets_a_defect_is_computed_whatever_the_policy(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, broken_part: str
+) -> None:
+    prefill, decode = talks.both(engine)
+    params = talks.first_turn(prefill, decode)
+    consumer = prefill.connector.scheduler.consumer
+    if broken_part == "turns":
+        monkeypatch.setattr(consumer.turns, "may_read", broken)
+        talks.computed(prefill, "p-2", talks.next_prompt(), params)
+    else:
+        monkeypatch.setattr(consumer.sources, "from_here", broken)
+        request = talks.turn(prefill, "p-2", talks.next_prompt(), params)
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and prefill.receive_of("p-2").spare
+        prefill.step(received={"p-2"}, report=WorkerReport(spared={"p-2"}))
+        prefill.run("p-2")
+        assert talks.told(prefill, "p-2") is not None
+    assert not consumer._receives
+    given_back(decode)

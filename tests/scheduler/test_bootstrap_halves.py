@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.request import RequestStatus
 
 from tests.support.ports import free_port
 from tests.support.scheduler.halves import (
+    PROMPT,
     abort,
     allocate,
+    broken,
     hand_over,
     make_half,
     make_request,
@@ -208,6 +211,43 @@ def test_a_request_whose_own_prompt_cannot_be_told_gives_up_its_prefill(consumer
         [receive] = step(half).receives
         assert receive.source.reason == "lora_request: no content"
         until(lambda number=number: declines(prefill) == number, "the word that nothing is needed")
+
+
+def test_a_request_that_meets_a_defect_when_its_prefill_is_found_fails_alone_and_gives_it_up(
+    consumer, proxied, monkeypatch
+):
+    half, pool = consumer
+    prefill, port = proxied
+    monkeypatch.setattr(sources, "prompt_digest", broken)
+    half.on_new_request(request := make_request("d-1", bootstrapped(port)))
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the answer")
+    assert allocate(half, pool, request)[0] == len(PROMPT)
+    [receive] = step(half).receives
+    assert "ZeroDivisionError: a defect" in receive.source.reason
+    until(lambda: declines(prefill) == 1, "the word that nothing is needed")
+
+
+@pytest.mark.parametrize("bootstraps", [True, False], ids=["by a bootstrap address", "by its place"])
+@pytest.mark.parametrize(("ended", "times"), [("LENGTH_CAPPED", 1), ("ERROR", 0)])
+def test_a_name_that_is_used_again_gives_up_the_prefill_of_the_refused_request(
+    consumer, proxied, monkeypatch, bootstraps, ended, times
+):
+    """What ended well gives back nothing, and no stand-in comes for it; of what failed the prefill side has heard."""
+    half, pool = consumer
+    prefill, port = proxied
+    told: list[Any] = []
+    monkeypatch.setattr(half.consumer._renewer, "decline", lambda *what: told.append(what))
+    params = bootstrapped(port) if bootstraps else concurrent(prefill.producer._port, transfer_id="t-1")
+    request = make_request("d-1", params, status=RequestStatus[f"FINISHED_{ended}"])
+    half.on_new_request(request)
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "where its prefill is")
+    allocate(half, pool, request)
+    half.consumer.received("d-1")
+    half.request_finished(request, ([1, 2, 3],))
+    refused = make_request("stand-in", params, abort_immediately=True)
+    half.on_new_request(refused)
+    abort(half, refused)
+    until(lambda: len(told) == times, "the word that nothing is needed")
 
 
 def test_a_bootstrap_address_that_leads_to_the_instance_itself_gives_up_its_prefill():

@@ -93,7 +93,7 @@ def test_a_step_without_news_waits_for_nobody_who_is_served(producer):
 
 
 def test_leading_null_blocks_are_left_out_and_counted(producer):
-    request = make_request("p-1", {"do_remote_decode": True})
+    producer.on_new_request(request := make_request("p-1", {"do_remote_decode": True}))
     _, params = producer.request_finished(request, ([0, 0, 7],))
     assert params is not None
     assert params["remote_block_ids"] == [[7]] and params["pd_connector"]["first_blocks"] == [2]
@@ -361,7 +361,7 @@ def test_a_failed_receive_gives_its_lease_back_also_where_no_worker_could_ask(co
 def test_a_consumer_asked_to_prefill_says_so_and_holds_nothing(consumer):
     half, _ = consumer
     half.serve([b"manifest"], [TOKEN])
-    request = make_request("d-1", {"do_remote_decode": True})
+    half.on_new_request(request := make_request("d-1", {"do_remote_decode": True}))
     assert half.request_finished(request, ([5],)) == (False, None)
 
 
@@ -376,11 +376,12 @@ def test_a_release_on_shutdown_still_reaches_the_prefill_side(producer):
 
 @pytest.mark.parametrize("params", [{"do_remote_decode": True, "surprise": 1}, {"do_remote_decode": "yes"}])
 def test_a_prefill_request_with_refused_parameters_holds_nothing(producer, params):
-    assert producer.request_finished(make_request("p-1", params), ([5],)) == (False, None)
+    producer.on_new_request(request := make_request("p-1", params))
+    assert producer.request_finished(request, ([5],)) == (False, None)
 
 
 def test_a_request_id_that_no_decode_instance_would_accept_holds_nothing(producer):
-    request = make_request("x" * 1000, {"do_remote_decode": True})
+    producer.on_new_request(request := make_request("x" * 1000, {"do_remote_decode": True}))
     assert producer.request_finished(request, ([5],)) == (False, None)
     assert producer.producer.num_leases == 0
 

@@ -71,7 +71,9 @@ def producer() -> SchedulerHalf:
 
 def test_a_finished_prefill_is_handed_over(producer: SchedulerHalf) -> None:
     request = make_request("p-1", KEEP)
-    delay, params = together(connector(producer), Store()).request_finished_all_groups(request, ([5, 6, 7],))
+    multi = together(connector(producer), Store())
+    multi.on_new_request(request)
+    delay, params = multi.request_finished_all_groups(request, ([5, 6, 7],))
     assert not delay and params is not None and params["remote_block_ids"] == [[5, 6, 7]]
     assert producer.producer.num_leases == 1
 

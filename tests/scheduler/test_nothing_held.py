@@ -23,7 +23,7 @@ def test_who_asked_for_a_prefill_that_ends_without_blocks_is_told_at_once(prefil
     assert (reply.state, reply.terminal) == (pm.PushState.FAILED, True) and "without blocks" in reply.reason
     step(prefill.half)
     assert stay(prefill) == (0, 0) and prefill.held() == 0
-    assert prefill.half._not_held == {NotHeld.REFUSED: 1}
+    assert prefill.half.hand_over.not_held == {NotHeld.REFUSED: 1}
 
 
 def test_a_prefill_without_blocks_that_nobody_asked_for_does_not_stay(prefill: Prefill) -> None:

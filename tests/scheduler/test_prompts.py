@@ -208,6 +208,7 @@ def test_both_halves_name_media_by_what_their_engine_hashes():
         prefill, _ = make_half("kv_producer", media=media)
         decode, _ = make_half("kv_consumer", media=media, conversations=True)
         prefill.serve([b"manifest"], [TOKEN])
+        prefill.on_new_request(there)
         _, params = prefill.request_finished(there, ([5],))
         here.kv_transfer_params = other.kv_transfer_params = params
         sources, tables = decode.consumer.sources, (BlockTable(0, bytes(4)),)

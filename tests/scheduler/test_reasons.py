@@ -30,7 +30,9 @@ Consumer = tuple[SchedulerHalf, BlockPool]
 
 def end(half: SchedulerHalf, params: Any, request_id: str = "p-1", **changes: Any) -> Any:
     """A prefill ends; what the router gets of it."""
-    return half.request_finished(make_request(request_id, params, **changes), ([5],))[1]
+    request = make_request(request_id, params, **changes)
+    half.on_new_request(request)
+    return half.request_finished(request, ([5],))[1]
 
 
 def counted(half: SchedulerHalf) -> dict[str, int]:

@@ -83,7 +83,9 @@ def test_prefill_names_the_block_of_each_group_that_holds_the_state_of_what_it_c
 
 def test_a_prefill_without_the_state_of_its_last_token_is_not_handed_over():
     producer, _, _ = pair_of(state("align"))
-    request = make_request("p-1", {"do_remote_decode": True}, num_computed_tokens=COMPUTED)
+    request = new_prompt("p-1", {"do_remote_decode": True}, PROMPT)
+    producer.on_new_request(request)
+    request.num_computed_tokens = COMPUTED
     assert producer.request_finished(request, ([1, 2, 3], [5, 0], [6, 0])) == (False, None)
     assert producer.producer.num_leases == 0
 

@@ -8,13 +8,17 @@ from concurrent.futures import InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import transfer_params
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.metadata import BadParameters
 from vllm_pd_connector.protocol.params.bootstrap import (
     EngineRegistry,
     HostPort,
     encode_answer,
     parse_bootstrap_address,
 )
+from vllm_pd_connector.protocol.params.parse import parse_remote_bootstrap
+from vllm_pd_connector.scheduler.sources import named
 from vllm_pd_connector.sidechannel.bootstrap_http import (
     BootstrapServer,
     EngineDirectory,
@@ -27,10 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from vllm_pd_connector.compat.types import Request
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.protocol.params.parse import RemoteBootstrap
     from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
     from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
+    from vllm_pd_connector.scheduler.pending import Receive
     from vllm_pd_connector.scheduler.sources import Sources
 
 logger = init_logger(__name__)
@@ -101,6 +107,22 @@ class Searches:
                     )
                 )
         return found.done()
+
+    def settled(self, request: Request, receive: Receive) -> bool:
+        """Whether it is known where a request's prefill instance is, or that it is nowhere; then its source is set."""
+        if (found := receive.found) is None:
+            return True
+        if not self.answered(found, receive.began):
+            return False
+        try:
+            remote = parse_remote_bootstrap(transfer_params(request))
+            receive.source = self._sources.concurrent(request, remote.remote_engine_id, found.result())
+        except ProtocolError as error:
+            logger.error("request %s: kv_transfer_params refused: %s", request.request_id, error)
+            receive.source = BadParameters.of(error)
+            self.decline(named(request), found, receive.began)
+        receive.found = None  # not before: after a defect it is to be declined
+        return True
 
     def address(self, found: Future[HostPort]) -> str | None:
         """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or an unauthenticated peer,

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import owned_blocks, trace_headers, transfer_params, was_refused
+from vllm_pd_connector.compat.blocks import finished_normally, owned_blocks, transfer_params, was_refused
 from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import OtherWeights, ProtocolError, UnauthenticatedPeer, Withdrawn
-from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
+from vllm_pd_connector.metadata import BadParameters, PushFrom
 from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.params.parse import (
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
     from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
     from vllm_pd_connector.scheduler.epochs import Epochs
@@ -89,6 +90,7 @@ class Consumer:
         self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
+        self._named: dict[str, PrefillRef] = {}  # of requests whose two legs came at once
         self._used, self.computed = Used(), Computed(self.sources.prefills)
 
     def add(self, request: Request) -> None:
@@ -125,7 +127,7 @@ class Consumer:
             if not isinstance(error, UnauthenticatedPeer):
                 self._renewer.decline(address, prefill, time.monotonic())
             raise
-        self._known[prefill] = None
+        self._known[prefill], self._named[request.request_id] = None, prefill
         if self.sources.are_here(push.engine_id):
             self._renewer.decline(address, push.prefill, time.monotonic())
             return self.computed.here(request, ComputedHere.OWN)
@@ -203,7 +205,7 @@ class Consumer:
             ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
         """
         found, prefill = self._searches.find(remote), named(request)
-        self._known[prefill] = None
+        self._known[prefill], self._named[request.request_id] = None, prefill
         if not self._pushes:
             self._searches.decline(prefill, found, time.monotonic())
             raise ProtocolError(
@@ -215,22 +217,6 @@ class Consumer:
             return self.computed.here(request, ComputedHere.OWN)
         self._receives[request.request_id] = Receive(None, self.sources.prefilled_tokens(request), found=found)
         self._renewer.keep_prefill(request.request_id, lambda: self._searches.address(found), prefill)
-
-    def _found(self, request: Request, receive: Receive) -> bool:
-        """Whether it is known where the request's prefill instance is, or that it is nowhere."""
-        if receive.found is None:
-            return True
-        if not self._searches.answered(receive.found, receive.began):
-            return False
-        found, receive.found = receive.found, None
-        try:
-            remote = parse_remote_bootstrap(transfer_params(request))
-            receive.source = self.sources.concurrent(request, remote.remote_engine_id, found.result())
-        except ProtocolError as error:
-            logger.error("request %s: kv_transfer_params refused: %s", request.request_id, error)
-            receive.source = BadParameters.of(error)
-            self._searches.decline(named(request), found, receive.began)
-        return True
 
     def refuse(self, request: Request, reason: ProtocolError) -> None:
         """Remember that the request must fail, and why."""
@@ -249,7 +235,7 @@ class Consumer:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.loading:
             return 0
-        if not self._found(request, receive):
+        if not self._searches.settled(request, receive):
             return None
         if receive.turn is not None:
             if (may := self.turns.may_read(receive)) is None:
@@ -275,53 +261,59 @@ class Consumer:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.loading:
             return
-        if num_external_tokens == 0:
-            if receive.found is not None:  # vLLM does not wait for it: it computes this prompt itself in any case
-                self._searches.decline(named(request), receive.found, receive.began)
+        if num_external_tokens == 0:  # also where vLLM computes a prompt in any case: it waits for no answer then
             self._used.add(receive)
-            self._forget(request.request_id, release=True)
-            return
+            return self._drop(request, receive)
+        if isinstance(receive.source, BadParameters):
+            return self._orders.append(receive.failing_order(request.request_id, num_external_tokens))
         assert receive.source is not None
-        receive.attempt = receive.reading.attempt if receive.reading is not None else draw_attempt()
-        receive.loading = True
         receive.blocks = owned_blocks(blocks, self._groups)
-        stop = num_external_tokens if isinstance(receive.source, BadParameters) else receive.num_tokens
-        hit = stop - num_external_tokens
+        stop, hit = receive.num_tokens, receive.num_tokens - num_external_tokens
         tables = tuple(
             to_fill(blocks.blocks[group], hit, stop, self._block_tokens[i], self._states.get(i))
             for i, group in enumerate(self._groups)
         )
+        start, source = start_of(tables, hit, self._block_tokens, self._states), self.sources.from_here(receive.source)
+        self._orders.append(receive.order(request, source, tables, start, self._own.now))
         if receive.turn is not None:
             self.turns.counted += Counter(turns_read=1, turn_tokens=num_external_tokens)
-        self._orders.append(
-            ReceiveRequest(
-                request_id=request.request_id,
-                source=self.sources.from_here(receive.source),
-                blocks=tables,
-                start=start_of(tables, hit, self._block_tokens, self._states),
-                stop=stop,
-                attempt=receive.attempt,
-                shared=receive.reading is not None and receive.reading.shared,
-                waited_s=time.monotonic() - receive.began,
-                weights=self._own.now,
-                same_weights=receive.weights is not None and bool(receive.weights.epoch or self._own.now.epoch),
-                spare=receive.turn is not None,
-                trace=trace_headers(request),
-            )
-        )
+
+    def cannot_load(self, request: Request, reason: ProtocolError) -> bool:
+        """A defect of ours met a request that has no blocks yet. Whether it fails for that, as for bad parameters: what
+        is no decode request is computed."""
+        if (receive := self._receives.get(request.request_id)) is None:
+            return False
+        self.turns.lost(receive, str(reason))
+        self._drop(request, receive)
+        if receive.turn is None:
+            self.refuse(request, reason)
+        return receive.turn is None
+
+    def cannot_begin(self, request: Request, num_external_tokens: int, reason: ProtocolError) -> None:
+        """A defect of ours met a request when it got blocks. If vLLM waits for tokens, only the workers' report ends
+        that: then it fails as by bad parameters, or, a turn, is computed."""
+        name = request.request_id
+        receive = self._receives.get(name) or Receive(None)
+        if num_external_tokens or not receive.loading:
+            self._drop(request, receive)
+        if num_external_tokens:
+            self._orders = [order for order in self._orders if order.request_id != name]
+            receive.source, receive.reading, receive.found = BadParameters.of(reason), None, None
+            self._receives[name] = receive
+            self._orders.append(receive.failing_order(name, num_external_tokens))
 
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""
         self._arrived.discard(request.request_id)
+        if (prefill := self._named.pop(request.request_id, None)) is not None and finished_normally(request):
+            self._known.pop(prefill, None)  # no stand-in comes for it, and the name may be used again
         if (receive := self._receives.get(request.request_id)) is None:
             return
-        if receive.found is not None:
-            self._searches.decline(named(request), receive.found, receive.began)
         if receive.loading:
             self._aborts.append(request.request_id)
             receive.ended, self._ended[request.request_id] = True, None
         else:
-            self._forget(request.request_id, release=True)
+            self._drop(request, receive)
 
     def ended_while_loading(self, request_ids: Iterable[str]) -> set[str]:
         """Which of these requests ended before their receives did; each is told once, a name may be used again."""
@@ -331,8 +323,8 @@ class Consumer:
         """Every rank reported. The workers have told the prefill side of what is good; of what failed under a
         lease not all may have asked there, or been understood. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
-        self._used.add(None if failed else receive)
         self._forget(request_id, release=failed and bool(receive and receive.reading))
+        self._used.add(None if failed else receive)
         self._aborts = [name for name in self._aborts if name != request_id]  # the name may be another's by then
         if receive is None or receive.ended:
             return True
@@ -382,6 +374,15 @@ class Consumer:
         self._orders = [order for order in orders if order.request_id in but]
         self._aborts = [name for name in aborts if name in but]
         return [o for o in orders if o.request_id not in but], [name for name in aborts if name not in but]
+
+    def _drop(self, request: Request, receive: Receive) -> None:
+        """A request needs nothing any more of what it waits for. Raises nothing: it goes on, or has ended."""
+        try:
+            self._forget(request.request_id, release=True)
+            if receive.found is not None:
+                self._searches.decline(named(request), receive.found, receive.began)
+        except Exception:
+            logger.exception("request %s: what it came for cannot be given back", request.request_id)
 
     def _forget(self, request_id: str, *, release: bool) -> None:
         receive = self._receives.pop(request_id, None)

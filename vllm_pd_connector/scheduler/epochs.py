@@ -108,6 +108,10 @@ class Epochs:
             media, anew = media_begun_in(output)
             self._outdated = anew or self._are_old(media)  # what any request computes of them may be found later
 
+    def not_advanced(self) -> None:
+        """A defect met the beginning of a step: it may have computed anything with media of an earlier epoch."""
+        self._outdated = self._outdated or bool(self._encoded_before)
+
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._begun.pop(request_id, None)

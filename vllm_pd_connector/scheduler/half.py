@@ -9,7 +9,6 @@ wait for an engine step (leases, renewals, the side channel) lives in the thread
 from __future__ import annotations
 
 import time
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +20,22 @@ from vllm_pd_connector.compat.blocks import (
     computes_itself,
     drop_other_params,
     fails_over_unequal_hits,
-    finished_normally,
     keep_unshared,
     owned_blocks,
     transfer_params,
-    was_aborted,
 )
 from vllm_pd_connector.compat.conversations import note_without_blocks, spare_lookups
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.compat.queues import rest_until_next_message
-from vllm_pd_connector.errors import OtherWeights, ProtocolError
+from vllm_pd_connector.errors import reason_of
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
-from vllm_pd_connector.observability.stats import NotHeld, PDStats
+from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.protocol.params.conversation import names_conversation
-from vllm_pd_connector.protocol.params.parse import Kind, kind_of, parse_remote_decode
+from vllm_pd_connector.protocol.params.parse import Kind, kind_of
 from vllm_pd_connector.scheduler.consumer import Consumer
 from vllm_pd_connector.scheduler.epochs import Epochs
+from vllm_pd_connector.scheduler.leases.hand_over import HandOver
 from vllm_pd_connector.scheduler.leases.lease_share import LeaseShare
 from vllm_pd_connector.scheduler.operations import Operations
 from vllm_pd_connector.scheduler.producer import Producer
@@ -45,6 +43,8 @@ from vllm_pd_connector.scheduler.recording import Recording
 from vllm_pd_connector.scheduler.step_hold import StepHold
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm_pd_connector.compat.types import (
         BlockPool,
         KVCacheBlocks,
@@ -98,7 +98,7 @@ class SchedulerHalf:
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
         self._gauges: tuple[int, ...] = ()
-        self._not_held: Counter[NotHeld] = Counter()
+        self.hand_over = HandOver(self.producer, self.group_ids)
 
     def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
         """The workers are ready, at the start or after a sleep: let peers fetch their manifests. `tokens` are the
@@ -167,105 +167,92 @@ class SchedulerHalf:
                 case Kind.NONE:
                     pass
         except Exception as error:  # vLLM's engine core ends by what is raised here: a defect must cost one request
-            reason = error
-            if not isinstance(reason, ProtocolError):
-                logger.exception("request %s: it cannot be taken", request.request_id)
-                reason = ProtocolError(f"unexpected {type(error).__name__}: {error}")
-            self.consumer.refuse(request, reason)
+            self.consumer.refuse(request, reason_of(error, logger, request.request_id, "it cannot be taken"))
             drop_other_params(request)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
-        self.producer.make_room(self.producer.lending.blocks_for(request))
-        if request.request_id in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
-            self._without_blocks.discard(request.request_id)
-            self.producer.give_up_oldest()
-        # Rather than a prefill, a conversation goes, which may never go on.
-        if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.give_up_oldest):
-            return None, False
-        count = self.consumer.num_remote_tokens(request, num_computed_tokens)
+        name = request.request_id
+        try:
+            self.producer.make_room(self.producer.lending.blocks_for(request))
+            if name in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
+                self._without_blocks.discard(name)
+                self.producer.give_up_oldest()
+            # Rather than a prefill, a conversation goes, which may never go on.
+            if not computes_itself(request) and not self.share.admits(name, self.producer.give_up_oldest):
+                return None, False
+        except Exception:  # as where it arrived
+            logger.exception("request %s: making room for it", name)
+        try:
+            count = self.consumer.num_remote_tokens(request, num_computed_tokens)
+        except Exception as error:
+            fails = self.consumer.cannot_load(request, reason_of(error, logger, name, "it cannot be loaded"))
+            count = max(request.num_prompt_tokens - num_computed_tokens, 0) if fails else 0
         return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.share.begin(request.request_id)
-        if num_external_tokens:
-            self.beside.end_before(owned_blocks(blocks, self.group_ids))
-        self.consumer.allocated(request, blocks, num_external_tokens)
+        try:
+            self.share.begin(request.request_id)
+            if num_external_tokens:
+                self.beside.end_before(owned_blocks(blocks, self.group_ids))
+            self.consumer.allocated(request, blocks, num_external_tokens)
+        except Exception as error:
+            reason = reason_of(error, logger, request.request_id, "its load cannot begin")
+            self.consumer.cannot_begin(request, num_external_tokens, reason)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """(False, parameters for whoever reads the blocks): vLLM need not keep them, see `HeldBlocks`."""
-        self.consumer.finished(request)
-        self._without_blocks.discard(request.request_id)
+        name = request.request_id
         try:
-            return False, self._hand_over(request, [block_ids[group] for group in self.group_ids])
-        finally:
-            self.producer.ended(request.request_id)
-            self.share.end(request.request_id)
-
-    def _hand_over(self, request: Request, blocks: list[list[int]]) -> dict[str, Any] | None:
-        params = transfer_params(request)
-        try:
-            kind = kind_of(params)
-        except ProtocolError:  # said when it arrived
-            return None
-        try:
-            if kind is Kind.REMOTE_PREFILL and finished_normally(request):
-                return self.producer.lend(request, blocks)
-            if kind is not Kind.REMOTE_DECODE:
-                return None
-            if not finished_normally(request):
-                reason, aborted = f"the prefill ended as {request.status.name}", was_aborted(request)
-                if not aborted:
-                    logger.warning("request %s: nothing of it is held: %s", request.request_id, reason)
-                self._not_held[NotHeld.ABORTED if aborted else NotHeld.ENDED] += 1
-                self.producer.abandon(request, reason)
-                return None
-            if not names_conversation(params):  # which was read, or refused, when it arrived
-                parse_remote_decode(params)
-            if (held := self.producer.hold(request, blocks)) is None:
-                self._not_held[NotHeld.ROLE] += 1
-            return held
-        except ProtocolError as error:  # the router gets no parameters and must not go on to a decode instance
-            logger.error("request %s: nothing of it is held: %s", request.request_id, error)
-            if kind is Kind.REMOTE_DECODE:
-                self._not_held[NotHeld.WEIGHTS if isinstance(error, OtherWeights) else NotHeld.REFUSED] += 1
-            self.producer.abandon(request, str(error))
-            return None
-        except Exception as error:  # as where it arrived
-            logger.exception("request %s: it cannot be handed over", request.request_id)
-            self._not_held[NotHeld.REFUSED] += 1
-            self.producer.abandon(request, f"unexpected {type(error).__name__}: {error}")
-            return None
+            self.consumer.finished(request)
+        except Exception:  # as where it arrived
+            logger.exception("request %s: what it came for", name)
+        self._without_blocks.discard(name)
+        params = self.hand_over.of(request, block_ids)
+        for end in (self.share.end, self.producer.ended):
+            try:
+                end(name)
+            except Exception:
+                logger.exception("request %s: its end", name)
+        return False, params
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """vLLM's step begins here."""
         # A name may be used again; a worker reports by name, and its report of the former is yet to come.
         receives, aborts = self.consumer.take(but=self._told)
-        if receives:
-            receives = self._recording.marked(receives)
         computes = bool(output.num_scheduled_tokens)
-        self._held_back = self.share.step()
-        if computes and self._calm:
-            # Where there are fewer cores than processes, workers that have just woken may share one for long if this
-            # process, too, polls for what they answer: it keeps the other.
-            rest_until_next_message()
-        self._calm = calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
-        if self._lacked_blocks and self._stands_still():  # which none of what is given back now was there for
-            self.producer.progress.make_way(time.monotonic())
-        self._lacked_blocks = False
-        self.producer.drain()
-        if self._loaded_without:  # nobody behind it is scheduled either
-            self._loaded_without.clear()
-            self.producer.give_up_oldest()
-        if computes:
-            self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
-        step, ends_prefill = self.producer.advance(output)
+        try:
+            if receives:
+                receives = self._recording.marked(receives)
+            self._held_back = self.share.step()
+            if computes and self._calm:
+                # Where there are fewer cores than processes, workers that have just woken may share one for long if
+                # this process, too, polls for what they answer: it keeps the other.
+                rest_until_next_message()
+            self._calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
+            if self._lacked_blocks and self._stands_still():  # which none of what is given back now was there for
+                self.producer.progress.make_way(time.monotonic())
+            self._lacked_blocks = False
+            self.producer.drain()
+            if self._loaded_without:  # nobody behind it is scheduled either
+                self._loaded_without.clear()
+                self.producer.give_up_oldest()
+            if computes:
+                self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
+        except Exception:  # a defect: these orders are given all the same, or vLLM would wait for ever
+            logger.exception("an engine step: what is given back before it")
+            self._calm = False
+        try:
+            step, ends_prefill = self.producer.advance(output)
+        except Exception:  # the same
+            logger.exception("an engine step: nothing is handed over of the requests in it")
+            step, ends_prefill = self.producer.advance_unseen(output), True
         return StepMetadata(
             step=step,
             ends_prefill=ends_prefill,
-            calm=calm,
+            calm=self._calm,
             bell=self.hold.bell if receives else "",
             receives=receives,
             aborts=aborts,
@@ -314,7 +301,7 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if report is not None and isinstance(report, WorkerReport):  # there is none in most steps
             assert self._quarantine is not None
-            for request_id, ranks in report.quarantined.items():
+            for request_id, ranks in report.quarantined.items():  # a pool in doubt must end the engine: not guarded
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
             self._spared |= dict.fromkeys(report.spared, "it could not be received")
             # Of a prefill that is yet to be computed the other ranks would hear when it has been.
@@ -323,13 +310,8 @@ class SchedulerHalf:
             for request_id, ranks in report.drained.items():
                 self._quarantine.drain(request_id, ranks)
             for request_id, blocks in report.unshareable.items():
-                assert self._manager is not None
-                for group, block in blocks.items():
-                    keep_unshared(self._manager, request_id, self.group_ids[group], block)
-                if not self.producer.came_in_part(request_id, blocks):
-                    self._spared[request_id] = "its window came in part, and decode would need all of it"
-                if self.beside.any:
-                    self._spared[request_id] = "its window came in part, and another connector would keep it as whole"
+                if why := self._came_in_part(request_id, blocks):
+                    self._spared[request_id] = why
         if output.invalid_block_ids:
             self.producer.loads_failed(output.invalid_block_ids)
         if output.finished_sending:
@@ -337,13 +319,24 @@ class SchedulerHalf:
             # (MultiConnector) may be done with a request that was aborted while bytes still land in its blocks.
             output.finished_sending -= self.consumer.ended_while_loading(output.finished_sending)
         for request_id in output.finished_recving or ():
-            if why := self._spared.pop(request_id, ""):
-                self.consumer.lost(request_id, why)
-            failed = request_id in (output.failed_recving or ())
-            self.operations.received(request_id, failed=failed)
+            why, failed = self._spared.pop(request_id, ""), request_id in (output.failed_recving or ())
+            self.operations.received(request_id, why, failed=failed)
             if failed or why:
                 self.beside.forget_blocks(request_id)
             self.hold.forget(request_id)
+
+    def _came_in_part(self, request_id: str, blocks: Mapping[int, int]) -> str:
+        """Blocks of a request up to these lack a part: nobody may share them. Why it cannot go on with them, if so."""
+        assert self._manager is not None
+        try:
+            for group, block in blocks.items():
+                keep_unshared(self._manager, request_id, self.group_ids[group], block)
+            whole = self.producer.came_in_part(request_id, blocks)
+        except Exception as error:
+            return str(reason_of(error, logger, request_id, "its blocks cannot be kept from being shared"))
+        if self.beside.any:
+            return "its window came in part, and another connector would keep it as whole"
+        return "" if whole else "its window came in part, and decode would need all of it"
 
     def stats(self) -> PDStats | None:
         """Gauges, if one changed since the last call, and what was counted since then; None when nothing did."""
@@ -356,7 +349,7 @@ class SchedulerHalf:
         )
         counters = producer.counted, producer.lending.counted, self.consumer.turns.counted
         computed = self.consumer.computed.counted
-        if gauges == self._gauges and not (self._not_held or computed or producer.given or any(counters)):
+        if gauges == self._gauges and not (self.hand_over.not_held or computed or producer.given or any(counters)):
             return None
         self._gauges = gauges
         stats = PDStats()
@@ -367,9 +360,9 @@ class SchedulerHalf:
         for one in producer.given:
             stats.gave(one.taken.engine_id, one.taken.moved.bytes, whole=one.whole)
         producer.given.clear()
-        for reason, amount in self._not_held.items():
+        for reason, amount in self.hand_over.not_held.items():
             stats.not_held(reason, amount)
-        self._not_held.clear()
+        self.hand_over.not_held.clear()
         for why, amount in computed.items():
             stats.computed_here(why, amount)
         computed.clear()

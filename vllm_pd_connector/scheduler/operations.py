@@ -124,9 +124,16 @@ class Operations:
         self._compute_here(self._consumer.outdate(reason), at_once=False)
         self._epochs.moved()
 
-    def received(self, request_id: str, *, failed: bool) -> None:
-        """Every rank of this engine has reported a receive."""
-        if not self._consumer.received(request_id, failed=failed) and not failed:
+    def received(self, request_id: str, spared: str = "", *, failed: bool) -> None:
+        """Every rank of this engine has reported a receive. `spared`: why what came is of no use, if it is not."""
+        try:
+            if spared:
+                self._consumer.lost(request_id, spared)
+            of_use = self._consumer.received(request_id, failed=failed)
+        except Exception:  # a defect, after which nobody knows what came
+            logger.exception("request %s: the end of its load", request_id)
+            of_use = False
+        if not of_use and not failed:
             self._compute_here({request_id}, at_once=False)
 
     def pausing(self, mode: str, *, clears: bool) -> Callable[[], None]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import first_lacking
+from vllm_pd_connector.compat.blocks import first_lacking, trace_headers
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.metadata import draw_attempt
+from vllm_pd_connector.metadata import ReceiveRequest, draw_attempt
 from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
@@ -72,6 +72,37 @@ class Receive:
         if self.found is not None:
             return not self.found.done()
         return self.turn is not None and not self.asked and not self.answers
+
+    def order(
+        self, request: Request, source: Source, tables: tuple[BlockTable, ...], start: int, weights: Weights
+    ) -> ReceiveRequest:
+        """It loads from now on: what the workers do for it. `start` and `weights` are those of `ReceiveRequest`."""
+        self._begin()
+        return ReceiveRequest(
+            request_id=request.request_id,
+            source=source,
+            blocks=tables,
+            start=start,
+            stop=self.num_tokens,
+            attempt=self.attempt,
+            shared=self.reading is not None and self.reading.shared,
+            waited_s=time.monotonic() - self.began,
+            weights=weights,
+            same_weights=self.weights is not None and bool(self.weights.epoch or weights.epoch),
+            spare=self.turn is not None,
+            trace=trace_headers(request),
+        )
+
+    def failing_order(self, request_id: str, num_tokens: int) -> ReceiveRequest:
+        """The same where vLLM waits for so many tokens which nobody brings: the workers say so."""
+        assert self.source is not None
+        self._begin()
+        spare = self.turn is not None
+        return ReceiveRequest(request_id, self.source, (), 0, num_tokens, self.attempt, spare=spare)
+
+    def _begin(self) -> None:
+        self.loading = True
+        self.attempt = self.reading.attempt if self.reading is not None else draw_attempt()
 
 
 class Used:

@@ -29,7 +29,7 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.answers import Answers
 from vllm_pd_connector.scheduler.bootstrap import answer_proxies
 from vllm_pd_connector.scheduler.conversations.lending import NO_PREFIX, Lending
-from vllm_pd_connector.scheduler.leases.ended import EXPIRED
+from vllm_pd_connector.scheduler.leases.ended import note_expired
 from vllm_pd_connector.scheduler.leases.spans import PrefillSpans
 from vllm_pd_connector.scheduler.leases.tables import LeasedTables
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress
@@ -76,8 +76,7 @@ class Producer:
         self._engine_id = facts.engine_id(vllm_config)
         self._incarnation = secrets.token_hex(16)
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
-        self._keys = keys_of(config)
-        self._secret = config.secret()
+        self._keys, self._secret = keys_of(config), config.secret()
         if self._serves:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
@@ -163,8 +162,8 @@ class Producer:
         stop_short(request, *self._cut)
         self._announce(request)
         self._spans.started(request)
-        self._unfinished[request.request_id] = request
         self._tables.follow(request.request_id)
+        self._unfinished[request.request_id] = request
 
     def _announce(self, request: Request) -> None:
         """Let decode instances ask for a prefill. While this instance sleeps only its name is looked at.
@@ -207,6 +206,8 @@ class Producer:
             why = "this instance's kv_role is kv_consumer: nothing is held. Send prefill requests to a kv_producer"
             logger.error("request %s asks for do_remote_decode, but %s", request.request_id, why)
             return None
+        if request.request_id not in self._unfinished:  # under recompute vLLM computes it all the same
+            raise ProtocolError("it was refused when it came, or a defect met it: nobody knows what computed it")
         if self._server is None or self._blocks is None:
             raise ProtocolError("the instance sleeps")
         if reason := self._epochs.mixed(request):
@@ -227,7 +228,7 @@ class Producer:
         Raises:
             ProtocolError: parameters that no prefill instance would accept; nothing is kept.
         """
-        if self._server is None or self._blocks is None or not self.lending.enabled or not any(block_ids):
+        if self._server is None or self._blocks is None or not any(block_ids) or request.request_id not in self._going:
             return None
         if why := self.lending.why_not(request) or self._epochs.mixed(request):
             self.lending.not_kept(request.request_id, why)
@@ -321,6 +322,14 @@ class Producer:
         ends = any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed.items())
         return self.progress.number, ends
 
+    def advance_unseen(self, output: SchedulerOutput) -> int:
+        """Begin a step that met a defect there: nothing is handed over of what it computes. Returns its number."""
+        for name in output.num_scheduled_tokens:
+            self._unfinished.pop(name, None)
+            self._going.pop(name, None)
+        self._epochs.not_advanced()
+        return self.progress.next_step()
+
     def loads_failed(self, block_ids: Collection[int]) -> None:
         """Another connector could not load these blocks, and a step that wrote from them had begun. vLLM computes their
         tokens again, but what was written of them stays written, and what the step in flight computes from them."""
@@ -355,16 +364,15 @@ class Producer:
 
     def drain(self) -> list[str]:
         """Give back the blocks of leases that ended (returns their request ids, each once), and of failed pushes."""
-        ended: list[str] = []
         if self._server is None or self._blocks is None or not (self._server.has_news() or self._traced):
-            return ended
+            return []
         self.progress.let_go()
         freed = [*self._traced, *self._server.take_freed()]
         self.given += self._spans.given(self._server.take_given())
         # Their digests are made in the next step: until then nobody else may write there.
         self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
-        for request_id, reason in [entry for entry in freed if entry not in self._traced]:
-            ended.append(request_id)
+        over = [entry for entry in freed if entry not in self._traced]
+        for request_id, reason in over:
             self.progress.went_on()
             self._spans.ended(request_id, reason)
             self._leased.discard(request_id)
@@ -375,12 +383,8 @@ class Producer:
             parent = request_id.removeprefix(choice_of(request_id))
             if self._choices.get(parent) == request_id:
                 del self._choices[parent]
-            if reason in EXPIRED:
-                self.counted["leases_expired"] += 1
-                self.counted["leases_over_limit"] += reason is End.OVER_LIMIT
-                logger.warning("request %s: its lease %s; its blocks are freed. %s",
-                               request_id, reason.value, EXPIRED[reason])  # fmt: skip
-        return ended
+            note_expired(request_id, reason, self.counted)
+        return [entry.request_id for entry in over]
 
     def leave(self) -> None:
         """Tell every peer that the caches are gone, and serve none until `serve` is called again."""

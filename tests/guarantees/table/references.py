@@ -216,7 +216,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a request that waits for blocks takes those of a conversation",
-        "SchedulerHalf", "        self.producer.make_room(self.producer.lending.blocks_for(request))\n", "",
+        "SchedulerHalf", "            self.producer.make_room(self.producer.lending.blocks_for(request))\n", "",
         "test_a_request_that_needs_the_blocks_gets_them[one step]",
     ),
     Guarantee(
@@ -226,7 +226,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "what vLLM keeps back for others is not a conversation's",
-        "SchedulerHalf", "        if request.request_id in self._without_blocks:", "        if False:",
+        "SchedulerHalf", "            if name in self._without_blocks:", "            if False:",
         "test_a_new_request_gets_what_vllm_keeps_back_for_others_too[one step]",
     ),
     Guarantee(

@@ -147,6 +147,7 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
 def hand_over(producer: SchedulerHalf, request_id: str = "p-1", **changes: Any) -> dict[str, Any]:
     """Finish a prefill and return the parameters as the router would forward them."""
     request = make_request(request_id, {"do_remote_decode": True, "do_remote_prefill": False}, **changes)
+    producer.on_new_request(request)
     delay, params = producer.request_finished(request, ([5, 6, 7],))
     assert not delay and params is not None
     return json.loads(json.dumps(params))  # type: ignore[no-any-return]
@@ -192,3 +193,8 @@ def new_prompt(request_id: str, params: Any, prompt: list[int]) -> Any:
     request = make_request(request_id, params, list(prompt), num_computed_tokens=0, max_tokens=9)
     request._all_token_ids = list(prompt)
     return request
+
+
+def broken(*_: object, **__: object) -> None:
+    """In the place of a method: a defect of ours."""
+    raise ZeroDivisionError("a defect")

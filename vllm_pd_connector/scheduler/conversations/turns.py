@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import transfer_params, was_refused
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import ProtocolError, reason_of
 from vllm_pd_connector.metadata import ReadFrom
 from vllm_pd_connector.protocol.wire.messages import FoundConversation, Renewed
 from vllm_pd_connector.scheduler.leases.lease_renewer import ASK_TIMEOUT_S, LeaseRenewer
@@ -58,12 +58,8 @@ class Turns:
             elif not was_refused(request):
                 where = endpoint(named.remote_host, named.remote_port, named.server_key)
                 self._renewer.find(where, named.remote_request_id, self._heard(receive))
-        except ProtocolError as error:
-            self._compute(request, str(error))
-            return None
-        except Exception as error:  # a defect of ours that one turn met must not end the engine
-            logger.exception("request %s: its conversation", request.request_id)
-            self._compute(request, f"unexpected {type(error).__name__}: {error}")
+        except Exception as error:
+            self._compute(request, str(reason_of(error, logger, request.request_id, "its conversation")))
             return None
         return None if was_refused(request) else receive
 
@@ -116,12 +112,8 @@ class Turns:
                     raise ProtocolError("it is not held any more")
                 case outcome:
                     raise ProtocolError(str(outcome))
-        except ProtocolError as error:
-            self._compute(receive.turn, str(error))
-            return False
-        except Exception as error:  # as above
-            logger.exception("request %s: its conversation", receive.turn.request_id)
-            self._compute(receive.turn, f"unexpected {type(error).__name__}: {error}")
+        except Exception as error:
+            self._compute(receive.turn, str(reason_of(error, logger, receive.turn.request_id, "its conversation")))
             return False
 
     def _same_weights(self, receive: Receive, request: Request) -> bool:
@@ -132,9 +124,9 @@ class Turns:
 
     def lost(self, receive: Receive, why: str) -> None:
         """A turn could not be received, as the workers have said, or not be handed on: it is computed."""
+        receive.outdated = True
         if receive.turn is not None:
             self._compute(receive.turn, why)
-        receive.outdated = True
 
     def _compute(self, request: Request, why: str) -> None:
         self.counted["turns_computed"] += 1
