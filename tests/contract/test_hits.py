@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, given_back, loading, prefilled, read
+from tests.support.scheduler.engines import (
+    BLOCK,
+    FULL,
+    KEEP,
+    SAMPLED,
+    STATES,
+    WINDOWED,
+    given_back,
+    loading,
+    prefilled,
+    read,
+)
 from vllm_pd_connector.metadata import WorkerReport
 
 PROMPT = list(range(200))
@@ -123,4 +134,30 @@ def test_a_prompt_that_came_before_comes_again_where_hits_end_inside_of_blocks(e
         assert read(decode.receive_of(name))
         decode.step(received={name})
         decode.run(name)
+    decode.check_empty()
+
+
+def test_a_state_inside_a_block_is_never_found_as_that_of_the_whole_block(engine: Any) -> None:
+    """Where a layer leaves a checkpoint vLLM computes on, and does not stop at the end of the block that has it."""
+    states = replace(STATES, block_size=32, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    sizes = {"groups": (replace(FULL, block_size=32), states), "block": 32, "hash_block": BLOCK}
+    prefill, decode = engine("kv_producer", **sizes), engine("kv_consumer", **sizes)
+    decode.scheduler.need_mamba_block_aligned_split = True  # as with such a model, in mamba_cache_mode align
+    decode.scheduler.mamba_partial_cache_hit = True
+    assert received(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT[:49])).stop == 48
+    assert len(PROMPT) - 48 in [step.get("d-1") for step in decode.scheduled], "in one go"
+    assert decode.shared([*PROMPT[:64], 999]) == 0
+    assert decode.shared([*PROMPT, 999]) > 64, "the end of the prompt is found"
+    decode.check_empty()
+
+
+def test_a_state_that_decode_brings_to_its_blocks_end_is_found(engine: Any) -> None:
+    sizes = {"groups": (replace(FULL, block_size=32), replace(STATES, block_size=32)), "block": 32, "hash_block": BLOCK}
+    prefill, decode = engine("kv_producer", **sizes), engine("kv_consumer", **sizes)
+    decode.add("d-1", PROMPT[:49], prefilled(prefill, "p-1", PROMPT[:49]), max_tokens=40)
+    decode.step()
+    assert read(decode.receive_of("d-1"))
+    decode.step(received={"d-1"})
+    decode.run("d-1")
+    assert decode.shared([*PROMPT[:49], *[SAMPLED] * 40]) >= 64
     decode.check_empty()

@@ -104,11 +104,9 @@ class Consumer:
             if later_round(request.request_id):  # the first may have been another engine's of this instance
                 return self.computed.here(request, ComputedHere.USED)
             if names_bootstrap(params):
-                self._look_up(request, parse_remote_bootstrap(params))
-                return
+                return self._look_up(request, parse_remote_bootstrap(params))
             if self._pushes and not is_answer(params):
-                self._keep_prefill(request, parse_remote_push(params))
-                return
+                return self._keep_prefill(request, parse_remote_push(params))
             self._keep(request, self.sources.answer(request))
         except ProtocolError as error:
             self.refuse(request, error)
@@ -232,8 +230,7 @@ class Consumer:
         vLLM computes the last prompt token itself whatever is cached, so no hit of its own includes it: one of all
         tokens before it is a full hit, for which nothing is loaded.
         """
-        receive = self._receives.get(request.request_id)
-        if receive is None or receive.loading:
+        if (receive := self._receives.get(request.request_id)) is None or receive.loading:
             return 0
         if not self._searches.settled(request, receive):
             return None
@@ -258,8 +255,7 @@ class Consumer:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM allocated blocks. Called again when the loaded request is scheduled (with nothing external)."""
         self._arrived.discard(request.request_id)
-        receive = self._receives.get(request.request_id)
-        if receive is None or receive.loading:
+        if (receive := self._receives.get(request.request_id)) is None or receive.loading:
             return
         if num_external_tokens == 0:  # also where vLLM computes a prompt in any case: it waits for no answer then
             self._used.add(receive)
@@ -351,6 +347,10 @@ class Consumer:
         arrived = self._arrived if among is None else self._arrived.intersection(among)
         self._arrived = self._arrived - arrived
         return arrived
+
+    def num_loading(self, request_id: str) -> int:
+        """Tokens that a loading request has when all has come; 0 if it does not load."""
+        return receive.num_tokens if (receive := self._receives.get(request_id)) and receive.loading else 0
 
     def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks that a loading request's reads may write."""

@@ -43,6 +43,22 @@ class StateGroup:
         entry = (num_tokens - 1) // self.block_tokens if self.block_tokens else 0
         return kept[entry] if 0 <= entry < len(kept) else 0
 
+    def mistaken_entry(self, num_received: int, num_prompt: int) -> int | None:
+        """The entry that vLLM may take for the state after a whole block, of a prompt of `num_prompt` that received
+        the state after `num_received` of them, where that lies inside the block; None if there is none.
+
+        Where a layer can leave a checkpoint, vLLM computes to the end of a prompt in one go and does not stop at this
+        block's end: the entry keeps the state that was received, and is cached as that of all of the block's tokens. A
+        request that decodes from there on brings it to the block's end, token by token.
+
+        Source: vLLM 0.32, `Scheduler._mamba_block_aligned_split` (`use_internal_checkpoint`),
+        `MambaManager.cache_blocks`; its own hits inside a block have the same.
+        """
+        if not self.block_tokens or not num_received % self.block_tokens:
+            return None
+        entry = num_received // self.block_tokens
+        return entry if num_prompt > (entry + 1) * self.block_tokens else None
+
 
 def representative(spec: KVCacheSpec) -> KVCacheSpec:
     """The spec that says how a group's blocks are read; groups of one type but different sizes carry one per layer."""
