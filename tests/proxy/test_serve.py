@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 import aiohttp
 import pytest
@@ -205,37 +206,34 @@ def test_places_of_events_to_which_nobody_listens_are_refused(caplog: pytest.Log
     assert "--policy kv-events" in caplog.text
 
 
-def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told(Exception):
-        pass
-
-    def tell(_app: web.Application, *, shutdown_timeout: float, **_settings: object) -> None:
-        raise Told(shutdown_timeout)
-
-    monkeypatch.setattr(web, "AppRunner", tell)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    for words, seconds in (([], 5.0), (["--shutdown-timeout", "90"], 90.0)):
-        with pytest.raises(Told) as told:
-            asyncio.run(_serve(parser.parse_args(words)))
-        assert told.value.args == (seconds / 2,)  # which aiohttp waits twice
-
-
-def test_an_idle_connection_is_kept_for_longer_than_gateways_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who closes first may meet a request; only a client can send it again."""
+def runner_settings(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """How the router has its server run when it is started with these words."""
 
     class Told(Exception):
         pass
 
-    def tell(_app: web.Application, *, keepalive_timeout: float, **_settings: object) -> None:
-        raise Told(keepalive_timeout)
+    def tell(_app: web.Application, **settings: Any) -> None:
+        raise Told(settings)
 
     monkeypatch.setattr(web, "AppRunner", tell)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(Told) as told:
-        asyncio.run(_serve(parser.parse_args([])))
-    assert told.value.args[0] > 3600.0, "Envoy's idle_timeout of connections to a cluster"
+        asyncio.run(_serve(parser.parse_args(words)))
+    found: dict[str, Any] = told.value.args[0]
+    return found
+
+
+def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, seconds in (([], 5.0), (["--shutdown-timeout", "90"], 90.0)):
+        settings = runner_settings(monkeypatch, *words)
+        assert settings["shutdown_timeout"] == seconds / 2, "which aiohttp waits twice"
+
+
+def test_an_idle_connection_is_kept_for_longer_than_gateways_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes first may meet a request; only a client can send it again."""
+    settings = runner_settings(monkeypatch)
+    assert settings["keepalive_timeout"] > 3600.0, "Envoy's idle_timeout of connections to a cluster"
 
 
 def test_a_router_whose_port_is_taken_says_so() -> None:

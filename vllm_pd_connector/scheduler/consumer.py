@@ -88,7 +88,7 @@ class Consumer:
         self._renewer = LeaseRenewer(keys_of(config), config.kv_lease_duration)
         self.turns = Turns(self.sources, self._renewer, epochs.own, wake)
         self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
-        self._states = state_groups(kv_cache_config)
+        self.states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
         self._named: dict[str, PrefillRef] = {}  # of requests whose two legs came at once
         self._used, self.computed = Used(), Computed(self.sources.prefills)
@@ -266,10 +266,10 @@ class Consumer:
         receive.blocks = owned_blocks(blocks, self._groups)
         stop, hit = receive.num_tokens, receive.num_tokens - num_external_tokens
         tables = tuple(
-            to_fill(blocks.blocks[group], hit, stop, self._block_tokens[i], self._states.get(i))
+            to_fill(blocks.blocks[group], hit, stop, self._block_tokens[i], self.states.get(i))
             for i, group in enumerate(self._groups)
         )
-        start, source = start_of(tables, hit, self._block_tokens, self._states), self.sources.from_here(receive.source)
+        start, source = start_of(tables, hit, self._block_tokens, self.states), self.sources.from_here(receive.source)
         self._orders.append(receive.order(request, source, tables, start, self._own.now))
         if receive.turn is not None:
             self.turns.counted += Counter(turns_read=1, turn_tokens=num_external_tokens)

@@ -27,7 +27,6 @@ from vllm_pd_connector.compat.blocks import (
 from vllm_pd_connector.compat.conversations import note_without_blocks, spare_lookups
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
-from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import reason_of
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
@@ -74,7 +73,6 @@ class SchedulerHalf:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self._recording = Recording(config.trace_dir)
         self.group_ids = tuple(kv_cache_config.transfer_group_ids)
-        self._states = state_groups(kv_cache_config)
         loop = calling_loop()
         if loop is not None:
             loop.on_refusal(self._refused)
@@ -205,7 +203,7 @@ class SchedulerHalf:
             self.consumer.cannot_begin(request, num_external_tokens, reason)
 
     def _keep_unshared_states(self, request: Request, received: int) -> None:
-        for index, states in self._states.items():
+        for index, states in self.consumer.states.items():
             if (entry := states.mistaken_entry(received, request.num_prompt_tokens)) is not None:
                 assert self._manager is not None
                 keep_unshared(self._manager, request.request_id, self.group_ids[index], entry)
