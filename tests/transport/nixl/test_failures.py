@@ -18,7 +18,7 @@ from vllm_pd_connector.transport.nixl import transfer as nixl_transfer
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
 from vllm_pd_connector.transport.nixl.transfer import SETTLE_POLLS, Ended
-from vllm_pd_connector.transport.nixl.window import Window
+from vllm_pd_connector.transport.nixl.window import _STRAIGHT, Window
 from vllm_pd_connector.transport.ranges import Ranges, batches
 
 pytestmark = pytest.mark.libraries
@@ -61,6 +61,7 @@ def test_descriptors_are_short_but_where_the_call_that_posts_copies(
     counts = []
     for window, inline in ((2, True), (4, True), (16, True), (24, True), (256, True), (256, False)):
         peer.window.size = window * MIB
+        peer.window.straight = _STRAIGHT
         peer.window.posted(0, None, runs=not inline, writes=False)
         transfer = end.transport.read(peer, whole(other.address, end.address, 16 * MIB))
         counts.append(transfer.descriptors)

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.transport.agents import instead
-from tests.support.transport.ends import End, runs
+from tests.support.transport.agents import error, instead
+from tests.support.transport.ends import End, runs, until
+from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl import window as windows
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions
-from vllm_pd_connector.transport.nixl.window import EMPTY_S, Window
+from vllm_pd_connector.transport.nixl.window import _STRAIGHT, EMPTY_S, Window
 
 pytestmark = pytest.mark.libraries
 
@@ -41,16 +42,16 @@ def scattered(end: End, other: End, count: int = SHORT) -> Runs:
 def test_a_post_has_fewer_descriptors_where_it_takes_longer_for_each(
     ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over TCP each is sent in it, and copied if it is written; where what is read is copied in it, half as many would
-    cost as many calls again."""
+    """Over TCP each is sent in it, and copied if it is written; where all posts copy, half as many would cost as many
+    calls again."""
     end, other = ends
     monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)
     library, posted = importlib.import_module("nixl")._bindings, []
     post, create = (getattr(end.transport._posting().library, name) for name in ("postXferReq", "createXferReq"))
     there = scattered(end, other)
     back = Runs(there.destination, there.source, there.length)
-    for operation, ends_in_call, most in (("read", False, 128), ("read", True, 256), ("write", True, 128)):
-        peer.window.inline, peer.window.writes = ends_in_call, operation == "write"
+    for operation, ends_in_call, most in (("read", False, 128), ("read", True, 256), ("write", True, 256)):
+        peer.window.straight, peer.window.writes = ends_in_call * _STRAIGHT, operation == "write"
         answer = library.NIXL_SUCCESS if ends_in_call else library.NIXL_IN_PROG
         agent = instead(
             end,
@@ -63,11 +64,76 @@ def test_a_post_has_fewer_descriptors_where_it_takes_longer_for_each(
         assert posted == [most] * (SHORT // most) + [SHORT % most]
         agent._calls.clear()
         end.finish(transfer)
-    peer.window.inline = peer.window.writes = False
+    peer.window.straight, peer.window.writes = 0, False
     agent = instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])
     posted.clear()
     end.finish(end.transport.read(peer, scattered(end, other, 200)))
     assert posted == [128, 72], "also of a transfer that is one post"
+
+
+def copies(agent: Any, handle: int, *given: Any) -> Any:
+    """A post that copies, as on one host."""
+    state, running = agent.postXferReq(handle, *given), importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    until(lambda: state != running or agent.getXferStatus(handle) != running, "a batch that is copied")
+    return agent.getXferStatus(handle)
+
+
+def test_where_posts_copy_requests_are_made_several_at_a_time(
+    ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a copy all code is cold. Elsewhere each is made when it is posted."""
+    end, other = ends
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)
+    library, done = end.transport._posting().library, []
+    instead(
+        end,
+        createXferReq=lambda *given: (done.append("made"), library.createXferReq(*given))[1],
+        postXferReq=lambda *given: (done.append("posted"), copies(library, *given))[1],
+    )
+    peer.window.straight = _STRAIGHT
+    end.finish(end.transport.read(peer, scattered(end, other, 6 * 256)))
+    assert done == ["made"] * 4 + ["posted"] * 4 + ["made"] * 2 + ["posted"] * 2
+    done.clear()
+    peer.window.straight = 0
+    end.finish(end.transport.read(peer, scattered(end, other, 3 * 128)))
+    assert done == ["made", "posted"] * 3
+
+
+@pytest.mark.parametrize("why", ["left", "failed", "not made", "ended"])
+def test_requests_that_were_made_ahead_are_given_back_where_they_are_not_posted(
+    ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    end, other = ends
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 0.0)  # one post in a call
+    library, made, posted = end.transport._posting().library, [], []
+
+    def create(*given: Any) -> int:
+        if why == "not made" and len(made) == 3:
+            raise error("nixlInvalidParamError")
+        made.append(library.createXferReq(*given))
+        return made[-1]
+
+    def post(*given: Any) -> Any:
+        posted.append(given[0])
+        if why == "failed" and len(posted) == 2:
+            raise error("nixlRemoteDisconnectError")
+        return copies(library, *given)
+
+    agent = instead(end, createXferReq=create, postXferReq=post)
+    peer.window.straight = _STRAIGHT
+    transfer = end.transport.read(peer, scattered(end, other, 6 * 256))
+    if why != "not made":
+        assert end.transport.poll(transfer) is TransferStatus.POSTING
+        assert len(made) == 4 and len(posted) == 1 and transfer.left == 5 * 256
+    if why == "left":
+        end.transport.disconnect(peer)
+    if why == "ended":
+        assert until(lambda: end.transport.settle(peer), "the polls after the end of its process")
+        assert transfer.left == 0
+    with pytest.raises(TransferError):
+        end.finish(transfer)
+    assert len(made) == (3 if why == "not made" else 4) and sorted(agent.released) == sorted(made)
+    assert len(posted) == {"not made": 0, "failed": 2}.get(why, 1)
 
 
 @pytest.mark.parametrize("count", [1, SHORT])

@@ -40,6 +40,11 @@ class Clocks:
         self.clock, self.busy = self.clock + took, self.busy + took
         self.window.posted(cost, began, runs=runs, writes=writes)
 
+    def copy(self, *, writes: bool = False) -> None:
+        """So many posts that copied 64 MiB in no time that the library's calls are known to copy."""
+        for _ in range(windows._STRAIGHT):
+            self.post(0.00001, 64 * MIB, runs=False, writes=writes)
+
 
 def test_the_window_is_what_calls_copy_in_a_few_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
@@ -73,6 +78,27 @@ def test_of_what_is_written_a_call_may_copy_less(monkeypatch: pytest.MonkeyPatch
     clocks.look(0.003, 10 * MIB)
     clocks.look(0.003, 10 * MIB)
     assert clocks.window.size == pytest.approx(25 / 3 * MIB, rel=0.01), "that was too long, and is believed at once"
+
+
+def test_posts_are_known_to_copy_when_many_ended_in_their_calls_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over TCP some do where the peer is quick, up to 8 in a row, and it may be slow in the next."""
+    clocks = Clocks(monkeypatch)
+    window = clocks.window
+    for _ in range(10):
+        for _ in range(windows._STRAIGHT - 1):
+            clocks.post(0.001, 10 * MIB, runs=False, writes=True)
+            assert not window.inline and window.descriptors == 128
+        clocks.post(0.001, 10 * MIB, runs=True, writes=True)
+        clocks.look(0.0, 0)
+        window.forget(window.running)
+    for _ in range(100):
+        clocks.post(0.001, 10 * MIB, runs=False, writes=True)
+    assert window.inline and window.descriptors == 256
+    assert window.size == pytest.approx(35 * MIB, rel=0.1), "what is written is what was asked for, as with reads"
+    clocks.post(0.0, 10 * MIB, runs=True, writes=True)
+    assert not window.inline and window.size == pytest.approx(25 * MIB, rel=0.1)
 
 
 def test_many_looks_that_find_little_do_not_widen_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +176,7 @@ def test_what_looks_read_is_posted_in_parts_of_the_window_so_that_some_runs_when
     assert window.room(clocks.clock) == 0 and not window.unmoved
     window.forget(part)
     assert window.room(clocks.clock) == part
-    clocks.post(0.00001, 64 * MIB, runs=False)
+    clocks.copy()
     window.forget(3 * part)
     assert window.room(clocks.clock) == window.size, "where the call that posts copies, it is all"
 
@@ -168,15 +194,15 @@ def test_no_part_is_shorter_than_a_descriptor_so_that_the_window_bounds_all_that
 def test_a_descriptor_may_be_long_where_the_call_that_posts_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
     assert clocks.window.longest == MIB
-    clocks.post(0.00001, 64 * MIB, runs=False)
+    clocks.copy()
     assert clocks.window.longest == 8 * MIB
     clocks.post(0.01, 2 * MIB, runs=False)
     clocks.post(0.01, 2 * MIB, runs=False)
     assert clocks.window.size == 2 * MIB and clocks.window.longest == MIB
-    clocks.post(0.00001, 64 * MIB, runs=False)
+    clocks.copy()
     clocks.post(0.0, MIB, runs=True)
     assert clocks.window.longest == MIB, "over TCP it is not"
-    clocks.post(0.00001, 64 * MIB, runs=False)
+    clocks.copy()
     for _ in range(2):
         assert clocks.window.longest == 8 * MIB
         clocks.look(0.01, 2 * MIB)

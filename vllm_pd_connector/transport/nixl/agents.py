@@ -116,6 +116,40 @@ class Library:
             self._part()
         return True
 
+    def join(self, agent: Agent, name: str, metadata: bytes) -> None:
+        """Have an agent know a peer, if it does not yet or lost it since, and count the connection.
+
+        Raises:
+            TransferError: the library does not take it, or `metadata` is another's.
+        """
+        if not agent.peers[name] or name in agent.lost:
+            try:
+                self.load(agent, name, metadata)
+            except self.errors as error:
+                if not agent.peers[name]:
+                    self._forget(agent, name)
+                raise TransferError(
+                    f"adding agent {name}: {error}; its process ended, it cannot be reached from here, or the two "
+                    "sides run different versions of NIXL or different UCX settings",
+                    retryable=isinstance(error, self.nixl.nixlBackendError),
+                ) from error
+            agent.lost.discard(name)
+        agent.peers[name] += 1
+
+    def leave(self, agent: Agent, name: str) -> None:
+        """Count a connection out; with the last of a peer's the agent forgets it."""
+        agent.peers[name] -= 1
+        if agent.peers[name] <= 0:
+            self._forget(agent, name)
+
+    def _forget(self, agent: Agent, name: str) -> None:
+        del agent.peers[name]
+        agent.lost.discard(name)
+        try:
+            agent.library.invalidateRemoteMD(name)
+        except self.errors as error:
+            logger.debug("NIXL forgot agent %s before: %s", name, error)
+
     def load(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Have an agent know a peer; what the library does not take it says by one of `errors`.
 

@@ -59,11 +59,11 @@ class NixlPeer:
 
 @dataclass(eq=False, slots=True)
 class NixlTransfer:
-    """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
-    descriptors it is. `few`: untimed, so that the window learns nothing of it. `status` and `outcome`: see
-    `base.Followed`. `owed`: a post that is to be done before another look. `copied`: the call that last posted
-    copied, so that the rest is soon there, too. `settling`: since its peer is lost; when that is over, nothing of it is
-    read any more, or sent by UCX.
+    """`waiting` has no request yet, `ready` has the handles of batches with one that is not posted, `posted` those of
+    batches that run; of both it has what each costs and of how many descriptors it is. `few`: untimed, so that the
+    window learns nothing of it. `status` and `outcome`: see `base.Followed`. `owed`: a post that is to be done before
+    another look. `copied`: the call that last posted copied, so that the rest is soon there, too. `settling`: since its
+    peer is lost; when that is over, nothing of it is read any more, or sent by UCX.
     """
 
     peer: NixlPeer
@@ -71,6 +71,7 @@ class NixlTransfer:
     waiting: list[Batches]
     descriptors: int
     few: bool = False
+    ready: dict[int, tuple[int, int]] = field(default_factory=dict)
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     status: TransferStatus = TransferStatus.RUNNING
     owed: bool = False
@@ -81,21 +82,32 @@ class NixlTransfer:
     reported: bool = False
 
     @property
+    def unposted(self) -> bool:
+        return bool(self.waiting or self.ready)
+
+    @property
     def left(self) -> int:
-        return sum(batches.left for batches in self.waiting) + sum(count for _, count in self.posted.values())
+        given = (*self.ready.values(), *self.posted.values())
+        return sum(batches.left for batches in self.waiting) + sum(count for _, count in given)
 
     @property
     def runs(self) -> int:
         """What the batches that run cost."""
         return sum(cost for cost, _ in self.posted.values())
 
+    def withdraw(self) -> list[int]:
+        """Post no more of it; the handles of requests that were not posted."""
+        handles = list(self.ready)
+        self.ready.clear()
+        self.waiting.clear()
+        return handles
+
     def let_go(self) -> list[int]:
-        """Wait for nothing of it any more; the handles of what ran."""
+        """Wait for nothing of it any more; the handles of all requests."""
         if self.outcome is None:  # else it was left out of the window with its failure
             self.peer.window.forget(self.runs)
-        handles = list(self.posted)
+        handles = [*self.posted, *self.withdraw()]
         self.posted.clear()
-        self.waiting.clear()
         return handles
 
     def fail(self, error: TransferError) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
-    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ NAME = "nixl"
 _DESCRIPTOR_COST_BYTES = 32 << 10
 
 _CALL_S = 0.001  # a call of ours does nothing more when it took this long
+
+_AHEAD = 4  # requests that are made together where posts copy
 
 _MAX_OLDER = 3  # agents that were replaced and still run transfers; each holds the registrations of all memory
 
@@ -111,7 +113,7 @@ class NixlTransport:
 
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> TransportPeer:
         made, ranges, agent = self._unseal(endpoint), Ranges.of(segments, "the peer"), self._posting()
-        self._meet(agent, made.name, made.metadata)
+        self._library.join(agent, made.name, made.metadata)
         return NixlPeer(agent, made.name, ranges)
 
     def _unseal(self, endpoint: bytes) -> Endpoint:
@@ -122,22 +124,6 @@ class NixlTransport:
         if made.name.encode() not in made.metadata:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         return made
-
-    def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
-        """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
-        if not agent.peers[name] or name in agent.lost:
-            try:
-                self._library.load(agent, name, metadata)
-            except self._errors as error:
-                if not agent.peers[name]:
-                    self._forget(agent, name)
-                raise TransferError(
-                    f"adding agent {name}: {error}; its process ended, it cannot be reached from here, or the two "
-                    "sides run different versions of NIXL or different UCX settings",
-                    retryable=isinstance(error, self._nixl.nixlBackendError),
-                ) from error
-            agent.lost.discard(name)
-        agent.peers[name] += 1
 
     def disconnect(self, peer: TransportPeer) -> None:
         assert isinstance(peer, NixlPeer) and not peer.leaving
@@ -209,27 +195,22 @@ class NixlTransport:
         limit = min(self._options.batch_bytes, window.size)
         if (short := few(runs, source, destination, window.longest, limit, _DESCRIPTOR_COST_BYTES)) is None:
             return None
-        rows, (from_cuda, to_cuda), cost = short
-        nixl, agent, name, operation, failure = self._nixl, peer.agent.library, peer.name, self._nixl.NIXL_WRITE, None
+        rows, cuda, cost = short
         try:
-            local = nixl.nixlXferDList(self._kinds[from_cuda], rows[0])
-            remote = nixl.nixlXferDList(self._kinds[to_cuda], rows[1])
-            if reads:
-                operation, local, remote = nixl.NIXL_READ, remote, local
-            handle = agent.createXferReq(operation, local, remote, name, b"", [])
+            handle = self._request(peer, reads, rows, cuda)
         except Exception:
             return None
-        began = window.begin() if cost > max(LEAST, window.size // 4) else None
+        began, failure = window.begin() if cost > max(LEAST, window.size // 4) else None, None
         try:
-            if agent.postXferReq(handle, b"") != nixl.NIXL_IN_PROG:
+            if peer.agent.library.postXferReq(handle, b"") != self._nixl.NIXL_IN_PROG:
                 if began is not None:
                     window.posted(cost, began, runs=False, writes=not reads)
                 self._release(peer, handle)
                 return Ended(rows.shape[1])
         except self._errors as error:
-            failure = ours(error, f"posting a transfer with agent {name}", started=True)
+            failure = ours(error, f"posting a transfer with agent {peer.name}", started=True)
         except Exception as error:
-            failure = unexpected(error, name)
+            failure = unexpected(error, peer.name)
         transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=began is None)
         peer.transfers.add(transfer)
         window.posted(cost, began, runs=True, writes=not reads)
@@ -262,9 +243,9 @@ class NixlTransport:
         until = (now := time.monotonic()) + _CALL_S
         owed, transfer.owed, posting, posted = transfer.owed, False, False, False
         moved = bool(transfer.posted) and not owed and self._look(transfer, until)
-        if transfer.waiting and peer.leaving and transfer.failure is None:
+        if transfer.unposted and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
-        while transfer.waiting and transfer.failure is None and (room := peer.window.room(now)):
+        while transfer.unposted and transfer.failure is None and (room := peer.window.room(now)):
             posting = True
             if (now := time.monotonic()) >= until and (posted or not owed):
                 transfer.owed = not posted
@@ -272,7 +253,7 @@ class NixlTransport:
             self._post(transfer, room)
             posted = True
         transfer.status = TransferStatus.MOVING if moved or transfer.copied else TransferStatus.RUNNING
-        if posting and transfer.waiting:
+        if posting and transfer.unposted:
             transfer.status = TransferStatus.POSTING
         self._conclude(transfer)
 
@@ -280,7 +261,8 @@ class NixlTransport:
         """Set the outcome, if that is known."""
         failure = transfer.failure
         if failure is not None:
-            transfer.waiting.clear()
+            for handle in transfer.withdraw():
+                self._release(transfer.peer, handle)
             transfer.status = TransferStatus.RUNNING
             if not failure.terminal:
                 transfer.outcome = failure
@@ -289,7 +271,7 @@ class NixlTransport:
             if isinstance(failure, PeerLost) and transfer.posted:
                 transfer.settling = Settling()
                 return
-        if not transfer.posted and not transfer.waiting:
+        if not transfer.posted and not transfer.unposted:
             self._end(transfer, failure or TransferStatus.DONE)
 
     def _end(self, transfer: NixlTransfer, outcome: TransferStatus | TransferError) -> None:
@@ -340,34 +322,50 @@ class NixlTransport:
         self._release(transfer.peer, handle)
         return False
 
-    def _post(self, transfer: NixlTransfer, room: int) -> None:
-        """Post the next batch, which costs so much at most."""
-        waiting = transfer.waiting[0]
-        rows, cost = waiting.take(min(self._options.batch_bytes, room), transfer.peer.window.descriptors)
+    def _request(self, peer: NixlPeer, reads: bool, rows: Addresses, cuda: tuple[bool, bool]) -> int:
+        """The library's handle of a transfer of such rows (see `Batches`), not posted."""
+        nixl, operation = self._nixl, self._nixl.NIXL_WRITE
+        local = nixl.nixlXferDList(self._kinds[cuda[0]], rows[0])
+        remote = nixl.nixlXferDList(self._kinds[cuda[1]], rows[1])
+        if reads:
+            operation, local, remote = nixl.NIXL_READ, remote, local
+        handle: int = peer.agent.library.createXferReq(operation, local, remote, peer.name, b"", [])
+        return handle
+
+    def _prepare(self, transfer: NixlTransfer, room: int) -> None:
+        """Make the request of the next batch, which costs so much at most."""
+        waiting, peer = transfer.waiting[0], transfer.peer
+        rows, cost = waiting.take(min(self._options.batch_bytes, room), peer.window.descriptors)
         if not waiting.rest:
             del transfer.waiting[0]
-        peer, nixl = transfer.peer, self._nixl
-        source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
-        destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
-        operation, local, remote = nixl.NIXL_WRITE, source, destination
-        if transfer.reads:
-            operation, local, remote = nixl.NIXL_READ, destination, source
-        agent, name = peer.agent.library, peer.name
         try:
-            handle = agent.createXferReq(operation, local, remote, name, b"", [])
+            transfer.ready[self._request(peer, transfer.reads, rows, waiting.cuda)] = cost, rows.shape[1]
         except self._errors as error:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
-            gone = name in peer.agent.lost
-            return transfer.fail(ours(error, f"preparing a transfer with agent {name}", started=gone))
+            gone = peer.name in peer.agent.lost
+            transfer.fail(ours(error, f"preparing a transfer with agent {peer.name}", started=gone))
+
+    def _post(self, transfer: NixlTransfer, room: int) -> None:
+        """Post the next batch. Where posts copy, the requests of several are made together: after a copy all code is
+        cold, and that of one takes 60 us more."""
+        peer = transfer.peer
+        if not transfer.ready:
+            for _ in range(_AHEAD if peer.window.inline else 1):
+                if transfer.waiting:
+                    self._prepare(transfer, room)
+                if transfer.failure is not None:
+                    return
+        handle = next(iter(transfer.ready))
+        cost, count = transfer.ready.pop(handle)
         began = peer.window.begin()
         try:
-            runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
+            runs = peer.agent.library.postXferReq(handle, b"") == self._nixl.NIXL_IN_PROG
         except self._errors as error:
-            transfer.fail(ours(error, f"posting a transfer with agent {name}", started=True))
+            transfer.fail(ours(error, f"posting a transfer with agent {peer.name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
         peer.window.posted(cost, began, runs=runs, writes=not transfer.reads)
         if runs:
-            transfer.posted[handle] = cost, rows.shape[1]
+            transfer.posted[handle] = cost, count
             transfer.copied = not transfer.reads and time.monotonic() - began[0] > EMPTY_S
         else:
             self._release(peer, handle)
@@ -380,15 +378,7 @@ class NixlTransport:
             logger.warning("NIXL keeps a finished transfer: %s", error)
 
     def _forget(self, agent: Agent, name: str) -> None:
-        agent.peers[name] -= 1
-        if agent.peers[name] > 0:
-            return  # it is known under another address too
-        del agent.peers[name]
-        agent.lost.discard(name)
-        try:
-            agent.library.invalidateRemoteMD(name)
-        except self._errors as error:
-            logger.debug("NIXL forgot agent %s before: %s", name, error)
+        self._library.leave(agent, name)
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)

@@ -7,6 +7,9 @@ Calls that copy nothing take next to no time (RDMA): there the window is as larg
 
 Over TCP a look at reads takes what waits in the socket, and comes back; a call that posts or looks at writes goes on
 while the peer makes room, for all of the window if the peer is quick. So where a peer is written to it is shorter.
+
+No call says which of the two it is. Over TCP, too, a post ends in its own call when the peer is quick; but of 3,072 in
+a row there never more than 8 did so, and on one host all.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ DESCRIPTOR, _INLINE_DESCRIPTOR = 1 << 20, 8 << 20
 the call that posts copies, they move bytes as fast and need not be cut: there one may be a quarter of the window."""
 
 _MOST_DESCRIPTORS = 256, 128
-"""In a call that posts a read and copies it, as on one host, and in any other: over TCP each takes 4 to 20 us, and a
-write is copied, too, as far as the peer has room."""
+"""In a call that posts where posts copy, as on one host, and elsewhere: over TCP each takes 4 to 20 us, and a write is
+copied, too, as far as the peer has room."""
+
+_STRAIGHT = 16
+"""So many posts that ended in their own calls, one after the other, say that posts copy."""
 
 _RUN_S, _WRITTEN_S = 0.0035, 0.0025
 EMPTY_S = 0.00003
@@ -50,16 +56,16 @@ Began = tuple[float, float | None]
 @dataclass(eq=False, slots=True)
 class Window:
     """Of one peer. `size` is in bytes, as `Batches` counts them. `running` is the cost of what was posted and has not
-    ended, `ended` of what has, which took `spent` seconds. `inline`: what was posted last ended in that call, so that
-    nothing runs that another one copies. So many calls are `timed` by this thread's processor time. `moved_at`: when
-    something of the peer last ended, or was posted though nothing had, by the monotonic clock in seconds; that was done
-    `unmoved` times since. `longest`: bytes of a descriptor at most. `writes`: something was written to the peer."""
+    ended, `ended` of what has, which took `spent` seconds. `straight`: so many of the last posts ended in their own
+    calls, one after the other. So many calls are `timed` by this thread's processor time. `moved_at`: when something of
+    the peer last ended, or was posted though nothing had, by the monotonic clock in seconds; that was done `unmoved`
+    times since. `longest`: bytes of a descriptor at most. `writes`: something was written to the peer."""
 
     size: int = LEAST
     ended: float = LEAST
     spent: float = _RUN_S / 2
     running: int = 0
-    inline: bool = False
+    straight: int = 0
     timed: int = 0
     moved_at: float = 0.0
     unmoved: int = 0
@@ -67,9 +73,14 @@ class Window:
     writes: bool = False
 
     @property
+    def inline(self) -> bool:
+        """Whether posts copy, so that nothing runs that another call copies."""
+        return self.straight >= _STRAIGHT
+
+    @property
     def descriptors(self) -> int:
         """How many a post may have."""
-        return _MOST_DESCRIPTORS[self.writes or not self.inline]
+        return _MOST_DESCRIPTORS[not self.inline]
 
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
@@ -89,7 +100,7 @@ class Window:
         """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
         it does not run on."""
         stands = not self._free()
-        self.inline, self.writes = not runs, self.writes or writes
+        self.straight, self.writes = 0 if runs else self.straight + 1, self.writes or writes
         if runs:
             if stands or not self.running:
                 self.moved_at = time.monotonic()
@@ -127,7 +138,7 @@ class Window:
             took = time.thread_time() - busy
         elif self.timed:
             self.timed -= 1
-        run_s = _WRITTEN_S if self.writes else _RUN_S
+        run_s = _WRITTEN_S if self.writes and not self.inline else _RUN_S
         if took > run_s and ended:
             self.ended, self.spent = ended, took  # what was seen before is not so any more
         else:
