@@ -1,7 +1,8 @@
 """Fixtures of the end-to-end tests: the pair of a row, kept for all tests of the row, and the checks after each test.
 
 A test takes `pair` and is parametrised with `over(rows)`. Whatever it did, afterwards both instances must live, every
-block must be free again, and every byte that a decode worker received must equal what the prefill side held.
+block must be free again, not by the end of a lease (but where the test is marked `unfetched`), and every byte that a
+decode worker received must equal what the prefill side held.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[Pairs]:
 @pytest.fixture
 def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Cluster]:
     cluster = pairs.get(request.param)
-    cluster.take_digests()
+    cluster.drop_digests()
+    expired = cluster.leases_expired()
     try:
         yield cluster
         cluster.settle()
@@ -63,6 +65,8 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Cluster]:
         pairs.end()
         raise
     cluster.check_digests()
+    if not request.node.get_closest_marker("unfetched"):
+        assert cluster.leases_expired() == expired, "blocks came back by the end of a lease alone"
 
 
 # -- results, from which docs/compatibility.md is made ----------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import zmq
 
 from examples.launch import free_port
@@ -81,19 +82,20 @@ CHANGES = [
     *(setting(field, value, field) for field, values in WRONG_TYPES.items() for value in values),
     setting("surprise", 1, "surprise"),
     setting("do_remote_decode", True, "do_remote_decode"),
-    setting("remote_engine_id", "another-engine"),
-    setting("remote_request_id", "cmpl-nobody-asked-for-this"),
+    setting("remote_engine_id", "another-engine", "WORD1"),
+    setting("remote_request_id", "cmpl-nobody-asked-for-this", "WORD2"),
     setting("remote_port", free_port(), "cannot be reached (4 attempts failed): connection refused"),
-    setting("remote_num_tokens", 10**6),
+    setting("remote_num_tokens", 10**6, "WORD3"),
     own("version", 99, "99"),
-    own("incarnation", "0" * 32),
-    own("nonce", "0" * 32),
+    own("incarnation", "0" * 32, "WORD4"),
+    own("nonce", "0" * 32, "WORD5"),
     own("surprise", 1, "surprise"),
-    Case("blocks out of range", far_blocks),
-    Case("a group too many", extra_group),
+    Case("blocks out of range", far_blocks, "WORD6"),
+    Case("a group too many", extra_group, "WORD7"),
 ]
 
 
+@pytest.mark.unfetched
 @over(PLAIN_ROWS, quick=PLAINEST)
 def test_bad_parameters_fail_their_request_with_a_reason(pair: Cluster) -> None:
     prompt = SCENARIOS["bad input"][0]
@@ -183,6 +185,7 @@ def frame(version: int, body: bytes) -> bytes:
     return struct.pack("!4sHQ", messages.MAGIC, version, 5) + body
 
 
+@pytest.mark.unfetched
 @over(PLAIN_ROWS, quick=PLAINEST)
 def test_junk_on_the_side_channel_harms_nobody(pair: Cluster) -> None:
     params = pair.prefill_only(SCENARIOS["bad input"][0])
@@ -195,6 +198,7 @@ def test_junk_on_the_side_channel_harms_nobody(pair: Cluster) -> None:
     pair.check(SCENARIOS["bad input"][1:])
 
 
+@pytest.mark.unfetched
 @over(PLAIN_ROWS, quick=PLAINEST)
 def test_a_message_without_end_costs_neither_memory_nor_answers(pair: Cluster) -> None:
     params = pair.prefill_only(SCENARIOS["bad input"][0])
@@ -209,6 +213,7 @@ def test_a_message_without_end_costs_neither_memory_nor_answers(pair: Cluster) -
     assert peak - before < 512 << 20, f"{(peak - before) >> 20} MiB"
 
 
+@pytest.mark.unfetched
 @over(PLAIN_ROWS, quick=PLAINEST)
 def test_another_protocol_version_is_told_so(pair: Cluster) -> None:
     params = pair.prefill_only(SCENARIOS["bad input"][0])

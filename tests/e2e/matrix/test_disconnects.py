@@ -53,6 +53,7 @@ def test_a_decode_whose_client_leaves_before_its_cache_is_there_keeps_nothing(pa
             pass
 
 
+@pytest.mark.unfetched
 @over(LEFT_ROWS, quick=PLAINEST)
 def test_a_cache_that_nobody_fetches_is_given_up_and_never_read_afterwards(pair: Cluster) -> None:
     [prompt] = prompts("not fetched", [400])

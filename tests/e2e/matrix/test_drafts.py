@@ -6,7 +6,6 @@ The target model's tokens do not depend on them, so it is the `pair` fixture's c
 from __future__ import annotations
 
 from tests.support.servers.cluster import Cluster
-from tests.support.servers.digests import received
 from tests.support.servers.legs import legs
 from tests.support.servers.matrix import DRAFT_ROWS
 from tests.support.servers.over import over
@@ -36,5 +35,5 @@ def test_both_models_caches_are_handed_over(pair: Cluster) -> None:
 def check_layers(pair: Cluster) -> None:
     """The drafter's layers are among those whose digests the fixture will compare."""
     pair.settle()
-    layers = {key.split("|")[0] for record in received(pair.peek_digests()) for key in record.tensors}
+    layers = {key.split("|")[0] for record in pair.received() for key in record.tensors}
     assert any("draft" in layer for layer in layers) and any("draft" not in layer for layer in layers), sorted(layers)

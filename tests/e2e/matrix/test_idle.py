@@ -25,7 +25,7 @@ def told(pair: Cluster, server: Server) -> dict[str, float]:
 
 
 @over([PLAIN_ROWS[0], *QUICK_PUSH_ROWS])
-@pytest.mark.parametrize("fetched", [True, False], ids=["read", "expired"])
+@pytest.mark.parametrize("fetched", [True, pytest.param(False, marks=pytest.mark.unfetched)], ids=["read", "expired"])
 def test_an_idle_instance_tells_that_a_lease_has_ended(pair: Cluster, fetched: bool) -> None:
     pair.settle()  # each instance has just served a request, so its gauges are those of now
     before = told(pair, pair.prefill)

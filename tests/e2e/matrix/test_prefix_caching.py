@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.support.servers.cluster import Cluster, until
-from tests.support.servers.digests import received
 from tests.support.servers.matrix import (
     HYBRIDS,
     LARGER_WINDOW_ROWS,
@@ -31,8 +30,8 @@ def warm(pair: Cluster, url: str, prompt: Prompt) -> None:
 
 
 def fetched_from(pair: Cluster, asked: list[Prompt]) -> list[int]:
-    """First fetched position of each prompt since the last look, shortest prompt first; each is fetched to its end."""
-    records = sorted(received(pair.take_digests()), key=lambda record: record.stop)
+    """First fetched position of each prompt, shortest prompt first; each is fetched to its end."""
+    records = sorted(pair.received(), key=lambda record: record.stop)
     # The last prompt token may be left to the decode side, which computes it in any case.
     assert all(len(prompt) - record.stop in (0, 1) for prompt, record in zip(asked, records, strict=True))
     return [record.start for record in records]
@@ -61,7 +60,7 @@ def test_a_full_hit_fetches_less_than_a_block_and_frees_the_prefill_side(pair: C
     for prompt in asked:
         warm(pair, pair.decode.url, prompt)
     pair.check(asked)
-    assert all(record.stop - record.start <= pair.block_tokens for record in received(pair.take_digests()))
+    assert all(record.stop - record.start <= pair.block_tokens for record in pair.received())
 
 
 @over([row for row in CACHING_ROWS if row.family == "gqa"])
@@ -72,7 +71,7 @@ def test_a_full_hit_moves_nothing_and_frees_the_prefill_side_at_once(pair: Clust
     warm(pair, pair.decode.url, prompt)
     pair.check([prompt])
     until(lambda: pair.is_settled(pair.prefill), "the prefill to be freed", seconds=AT_ONCE_S)
-    assert not received(pair.take_digests())
+    assert not pair.received()
 
 
 @over(CACHING_ROWS)
@@ -97,7 +96,7 @@ def test_hits_of_every_length_are_continued_from_the_other_side(pair: Cluster) -
     block = pair.block_tokens
     expected = {len(p): len(prefix) // block * block for p, prefix in zip(asked, warmed, strict=True)}
     # The last prompt token may be left to the decode side, which computes it in any case.
-    found = [(r.stop + (r.stop not in expected), r.start) for r in received(pair.take_digests())]
+    found = [(r.stop + (r.stop not in expected), r.start) for r in pair.received()]
     assert set(found) == set(expected.items())
     assert len(found) == len(asked) * pair.row.d_tp * pair.row.d_pp, "one record per decode worker"
 

@@ -15,7 +15,6 @@ import urllib.request
 import pytest
 
 from tests.support.servers.cluster import SHORT_LEASE_S, Cluster, until
-from tests.support.servers.digests import received
 from tests.support.servers.legs import LONG, Legs, legs, paused, refused_within
 from tests.support.servers.matrix import LAYER_ROWS, ORDER_ROWS, STORED_ROWS
 from tests.support.servers.over import over
@@ -128,7 +127,7 @@ def test_a_prompt_that_the_decode_side_has_is_not_written_and_frees_the_prefill_
             both.right(second)
             first.result()
         until(lambda: pair.is_settled(pair.prefill), "the prefill to be freed", seconds=AT_ONCE_S)
-        assert not received(pair.take_digests())
+        assert not pair.received()
 
 
 @over(ORDER_ROWS)
@@ -141,7 +140,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_written_whole(pair: Cluster) -> 
         body = both.prefill_body | {"max_tokens": 16, "ignore_eos": False, "stop_token_ids": [stop]}
         assert ask(pair.prefill.url, body).tokens == (stop,)
         both.right(answer)
-        assert received(pair.take_digests())
+        assert pair.received()
 
 
 @over(LEAVING_ROWS)

@@ -27,7 +27,7 @@ from tests.support.servers.engine import rounds_to_bfloat16
 from tests.support.servers.load import vllm_router_spec
 from tests.support.servers.matrix import CONTEXT_ROWS, Row
 from tests.support.servers.pairs import Pairs
-from tests.support.servers.workload import LOGPROBS, Answer, Prompt, Stream, ask, completion, prompts
+from tests.support.servers.workload import LOGPROBS, Answer, Prompt, Stream, ask, completion, forgets, prompts
 from vllm_pd_connector.sidechannel.net.keys import create_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
@@ -249,8 +249,7 @@ def _chat(server: Server, model: str, messages: Sequence[dict[str, str]]) -> str
 
 def _forget(server: Server) -> None:
     """Empty a server's prefix cache; a decode instance forgets its conversations with it."""
-    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST"), timeout=30):
-        pass
+    until(lambda: forgets(server), "every block to be free")
 
 
 def _series(server: Server, name: str, labels: str = "") -> float:

@@ -25,7 +25,7 @@ from tests.support.ports import free_port, free_ports
 from tests.support.servers import digests
 from tests.support.servers.cluster import until
 from tests.support.servers.pairs import Pairs
-from tests.support.servers.workload import SCENARIOS, Prompt, ask_many, completion
+from tests.support.servers.workload import SCENARIOS, Prompt, ask_many, completion, forgets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -56,9 +56,7 @@ class Sides:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix caches of the decode side's engines, so that every prompt is handed over."""
-        request = urllib.request.Request(f"{self.decode.url}/reset_prefix_cache", method="POST")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            answer.read()
+        until(lambda: forgets(self.decode), "every block to be free")
 
     def check_bytes(self, count: int) -> None:
         """So many requests were handed over since the last call, and arrived as they left."""

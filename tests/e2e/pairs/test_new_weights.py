@@ -17,7 +17,7 @@ from examples.launch import Server, Spec, post, router_spec, vllm_spec
 from examples.make_models import MODELS, make
 from tests.support.servers.cluster import PATIENCE, until
 from tests.support.servers.pairs import Pairs
-from tests.support.servers.workload import Answer, Prompt, Refused, ask, completion, prompts
+from tests.support.servers.workload import Answer, Prompt, Refused, ask, completion, forgets, prompts
 
 MODEL = MODELS["gqa"]
 ASKED = prompts("new weights", (20, 100, 300, 700))
@@ -143,10 +143,6 @@ def test_a_pause_with_requests_under_way_ends_and_leaves_nothing_wrong(trio: Tri
 
 def some_done(answers: list[Future[Answer]]) -> bool:
     return any(answer.done() for answer in answers)
-
-
-def forgets(server: Server) -> bool:
-    return call(server, "reset_prefix_cache")["success"] is True
 
 
 def disagreement(answer: Future[Answer], right: tuple[int, ...], may_fail: bool) -> str:

@@ -32,7 +32,17 @@ from tests.support.servers.matrix import (
     PLAIN_ROWS,
     Row,
 )
-from tests.support.servers.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
+from tests.support.servers.workload import (
+    LOGPROBS,
+    OUTPUT_TOKENS,
+    SCENARIOS,
+    Answer,
+    Prompt,
+    ask,
+    ask_many,
+    completion,
+    forgets,
+)
 from vllm_pd_connector.instance_info import parse
 
 SHORT_LEASE_S = 8.0
@@ -44,6 +54,7 @@ PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
 
 SETTLE_S = 90.0
 CACHE_FACTS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+EXPIRED = re.compile(r"^vllm:pd_leases_expired_total\{[^}]*\} (\S+)$", re.MULTILINE)
 HOLDINGS = re.compile(
     r"^vllm:(kv_cache_usage_perc|pd_leases|pd_conversations_held|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE
 )
@@ -308,24 +319,25 @@ class Cluster:
 
     def forget_prefixes(self, server: Server | None = None) -> None:
         """Empty a server's prefix cache, by default the decode side's, so that the same prompt is fetched again."""
-        url = (server or self.decode).url
-        request = urllib.request.Request(f"{url}/reset_prefix_cache", method="POST")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            answer.read()
+        emptied = functools.partial(forgets, server or self.decode)
+        until(emptied, "every block to be free, or vLLM keeps its prefix cache")
 
-    def peek_digests(self) -> list[digests.Record]:
-        """All records since `take_digests` was called."""
-        return digests.load(self.digest_dir)
+    def leases_expired(self) -> float:
+        """How many leases of the prefill side have ended so far though nobody had fetched what they kept."""
+        return sum(map(float, EXPIRED.findall(self.metrics(self.prefill))))
 
-    def take_digests(self) -> list[digests.Record]:
-        """All records since the last call; they are removed."""
-        records = self.peek_digests()
-        for record in records:
+    def received(self) -> list[digests.Record]:
+        """What decode workers received since `drop_digests` or `check_digests`, which compares it."""
+        return digests.received(digests.load(self.digest_dir))
+
+    def drop_digests(self) -> None:
+        """Forget what came so far, not compared."""
+        for record in digests.load(self.digest_dir):
             record.path.unlink()
-        return records
 
     def check_digests(self) -> None:
         """Every byte read since the last call must be the prefill side's; of a settled pair, which has told all."""
-        wrong = digests.differences(self.take_digests(), MODELS[self.row.family].window_of)
+        wrong = digests.differences(digests.load(self.digest_dir), MODELS[self.row.family].window_of)
+        self.drop_digests()
         shown = "\n".join([*wrong[:20], f"({len(wrong)} in all)"])
         assert not wrong, f"bytes on the decode side differ from those on the prefill side:\n{shown}"

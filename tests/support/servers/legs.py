@@ -59,8 +59,9 @@ class Legs:
 
 @contextmanager
 def legs(pair: Cluster, length: int = LONG, scenario: str = "orders") -> Iterator[Legs]:
-    """Of the prompt of this length in a scenario."""
-    pair.forget_prefixes()
+    """Of the prompt of this length in a scenario, which neither side has."""
+    for server in (pair.prefill, pair.decode):
+        pair.forget_prefixes(server)
     with ThreadPoolExecutor(4) as pool:
         yield Legs(pair, by_length(scenario, length), pool)
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from examples.launch import post
+from examples.launch import Server, post
 
 Prompt = tuple[int, ...]
 
@@ -142,6 +142,11 @@ def ask_many(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int) -> lis
     """Answers in the order of the bodies, `at_once` requests in flight."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda body: ask(url, body), bodies))
+
+
+def forgets(server: Server) -> bool:
+    """Empty an instance's prefix cache; whether it did: vLLM refuses while blocks are held."""
+    return bool(post(f"{server.url}/reset_prefix_cache", {}, timeout=30)["success"])
 
 
 class Stream:
