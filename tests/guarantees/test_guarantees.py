@@ -117,6 +117,15 @@ def test_the_line_and_its_test_are_each_found_once(guarantee: Guarantee) -> None
     assert node(guarantee)
 
 
+def test_no_change_fails_by_a_name_that_is_not_there(tmp_path: Path) -> None:
+    """Its test would fail whatever the line does."""
+    for number, guarantee in enumerate(GUARANTEES):
+        (tmp_path / f"{number}.py").write_text(str(changed(guarantee)["source"]))
+    ruff = (str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--select", "F821", "--output-format")
+    done = subprocess.run((*ruff, "concise", str(tmp_path)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.guarantees
 @pytest.mark.parametrize("guarantee", GUARANTEES, **by_name)
 def test_a_guarantee_without_its_line_is_missed(guarantee: Guarantee, codes: dict[Guarantee | str, int]) -> None:
