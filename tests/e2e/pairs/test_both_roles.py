@@ -3,8 +3,6 @@ that prefills for itself."""
 
 from __future__ import annotations
 
-import re
-import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +12,7 @@ from examples.launch import Server, vllm_spec
 from examples.make_models import MODELS, make
 from tests.support.servers.cluster import until
 from tests.support.servers.pairs import Pairs
-from tests.support.servers.workload import SCENARIOS, Answer, Prompt, Refused, ask, completion
+from tests.support.servers.workload import SCENARIOS, Answer, Prompt, Refused, ask, completion, series
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -41,7 +39,7 @@ def test_two_instances_that_wait_for_each_other_s_blocks_go_on_by_themselves(pai
             loser = pool.submit(_decode, there, mine, for_there)
             winner = pool.submit(_decode, here, theirs, for_here)
             for server in (here, there):
-                until(lambda server=server: _series(server, "num_requests_waiting") == 1, "each waits for the other")
+                until(lambda server=server: series(server, "num_requests_waiting") == 1, "each waits for the other")
             assert _ended(winner) == plain[1]
             refused = _ended(loser)
         assert isinstance(refused, Refused), f"answered {refused}"
@@ -50,7 +48,7 @@ def test_two_instances_that_wait_for_each_other_s_blocks_go_on_by_themselves(pai
         for prompt, tokens in zip(prompts, plain, strict=True):
             assert _decode(there, prompt, _prefill(here, prompt)) == tokens
             assert _decode(here, prompt, _prefill(there, prompt)) == tokens
-        assert _series(here, "pd_leases_over_limit_total") == 1 and _series(there, "pd_leases_over_limit_total") == 0
+        assert series(here, "pd_leases_over_limit_total") == 1 and series(there, "pd_leases_over_limit_total") == 0
     finally:
         pairs.servers.stop(here, there)
 
@@ -63,7 +61,8 @@ def test_an_instance_answers_a_request_of_which_it_gets_both_legs(pairs: Pairs) 
         plain = ask(alone.url, completion(FAMILY, prompt)).tokens
         for _ in range(2):
             assert _decode(alone, prompt, _prefill(alone, prompt)) == plain
-        until(lambda: _series(alone, "pd_leases") == 0, "the leases are given back")
+        until(lambda: series(alone, "pd_leases") == 0, "the leases are given back")
+        assert series(alone, "pd_receives_total") == 2 and series(alone, "pd_leases_expired_total") == 0
     finally:
         pairs.servers.stop(alone)
 
@@ -92,9 +91,3 @@ def _decode(server: Server, prompt: Prompt, params: dict[str, Any]) -> tuple[int
 def _ended(outcome: Future[tuple[int, ...] | Refused]) -> tuple[int, ...] | Refused:
     until(outcome.done, "neither waits for the other any more", PATIENCE_S)
     return outcome.result()
-
-
-def _series(server: Server, name: str) -> float:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        page = answer.read().decode()
-    return sum(map(float, re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)))

@@ -8,9 +8,7 @@ checksums, and the answers alone show it.
 from __future__ import annotations
 
 import os
-import re
 import signal
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,7 @@ from tests.support.servers.engine import rounds_to_bfloat16
 from tests.support.servers.load import vllm_router_spec
 from tests.support.servers.matrix import CONTEXT_ROWS, Row
 from tests.support.servers.pairs import Pairs
-from tests.support.servers.workload import LOGPROBS, Answer, Prompt, Stream, ask, completion, forgets, prompts
+from tests.support.servers.workload import LOGPROBS, Answer, Prompt, Stream, ask, completion, forgets, prompts, series
 from vllm_pd_connector.sidechannel.net.keys import create_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
@@ -93,10 +91,10 @@ def test_each_turn_reads_what_the_last_one_left(pairs: Pairs, row: Row) -> None:
             assert _computed(prefill) <= new, f"turn {len(turns)}"
             turns.append((prompt, answer))
             prompt = (*prompt, *answer.tokens)
-        assert _series(prefill, "pd_turns_read_total") == TURNS - 1
-        assert _series(decode, "pd_conversations_read_total") == TURNS - 1
-        assert _series(prefill, "pd_turns_computed_total") == 0
-        until(lambda: _series(decode, "pd_conversations_held") == 1, "the last turn alone is kept")
+        assert series(prefill, "pd_turns_read_total") == TURNS - 1
+        assert series(decode, "pd_conversations_read_total") == TURNS - 1
+        assert series(prefill, "pd_turns_computed_total") == 0
+        until(lambda: series(decode, "pd_conversations_held") == 1, "the last turn alone is kept")
         turns.append(_leaves_early(prefill, decode, row.family, prompt, kept))
         if not rounds_to_bfloat16(row.family):
             _streamed_by_the_router(pairs, row, prefill, decode, turns[:TURNS])
@@ -120,7 +118,7 @@ def test_a_window_s_block_that_came_in_part_is_handed_on_by_nobody(pairs: Pairs,
             kept = answer.kv_transfer_params or KEEP
             turns.append((prompt, answer))
             prompt = (*prompt, *answer.tokens)
-        read, computed = (_series(prefill, f"pd_turns_{what}_total") for what in ("read", "computed"))
+        read, computed = (series(prefill, f"pd_turns_{what}_total") for what in ("read", "computed"))
         assert 0 < read - computed < TURNS - 1
         assert "in part" in prefill.log.read_text() + decode.log.read_text()
         _check(prefill, row.family, turns)
@@ -133,13 +131,13 @@ def _leaves_early(
 ) -> tuple[Prompt, Answer]:
     """A prompt that goes on from a beginning of the last turn: that is read if it is held, and all computed if not."""
     before = _computed(prefill)
-    read, computed = (_series(prefill, f"pd_turns_{what}_total") for what in ("read", "computed"))
+    read, computed = (series(prefill, f"pd_turns_{what}_total") for what in ("read", "computed"))
     [other] = prompts("leaves early", [OTHER])
     short = (*prompt[:COMMON], *other)
     answer, _ = _turn(prefill, decode, family, short, kept)
     held = family in WHOLE
-    assert _series(prefill, "pd_turns_read_total") == read + held
-    assert _series(prefill, "pd_turns_computed_total") == computed + (not held)
+    assert series(prefill, "pd_turns_read_total") == read + held
+    assert series(prefill, "pd_turns_computed_total") == computed + (not held)
     assert _computed(prefill) - before <= (OTHER if held else len(short)) + LEFT
     return short, answer
 
@@ -161,7 +159,7 @@ def _streamed_by_the_router(
 ) -> None:
     """The same by the router, which sees streams alone, and in mode push sends both legs at once."""
     _forget(decode)
-    before, read = _computed(prefill), _series(prefill, "pd_turns_read_total")
+    before, read = _computed(prefill), series(prefill, "pd_turns_read_total")
     [router] = pairs.servers.start(_talking(router_spec(f"talk-{row.id}-router", [prefill.url], [decode.url])))
     try:
         new = 0
@@ -170,7 +168,7 @@ def _streamed_by_the_router(
                 assert stream.tokens() == answer.tokens, f"turn {number}"
             new += LENGTHS[number] + LEFT
             assert _computed(prefill) - before <= new, f"turn {number}"
-        until(lambda: _series(prefill, "pd_turns_read_total") - read == TURNS - 1, "every turn was read")
+        until(lambda: series(prefill, "pd_turns_read_total") - read == TURNS - 1, "every turn was read")
     finally:
         pairs.servers.stop(router)
 
@@ -221,17 +219,17 @@ def test_prefill_reads_behind_its_own_hits_also_of_chats(pairs: Pairs, family: s
             assert _computed(prefill) <= new, f"turn {len(turns)}"
             turns.append((prompt, answer))
             prompt = (*prompt, *answer.tokens)
-        read = _series(prefill, "prompt_tokens_by_source_total", 'source="external_kv_transfer"')
-        assert 0 < _series(prefill, "pd_turns_read_total") <= TURNS - 1
+        read = series(prefill, "prompt_tokens_by_source_total", 'source="external_kv_transfer"')
+        assert 0 < series(prefill, "pd_turns_read_total") <= TURNS - 1
         assert 0 < read < sum(len(prompt) for prompt, _ in turns[:-1]), "the rest it had itself"
-        before = _series(prefill, "pd_turns_read_total")
+        before = series(prefill, "pd_turns_read_total")
         messages, chats = list[dict[str, str]](), list[tuple[list[dict[str, str]], str]]()
         for number in range(3):
             messages.append({"role": "user", "content": f"{number} " * 60})
             chats.append((list(messages), _chat(router, family, messages)))
             messages.append({"role": "assistant", "content": chats[-1][1]})
         if family in WHOLE:  # a state stands behind the answer, which the template brings back as other tokens
-            assert _series(prefill, "pd_turns_read_total") > before, "turns of chats are found again"
+            assert series(prefill, "pd_turns_read_total") > before, "turns of chats are found again"
         _forget(prefill)
         _check(prefill, family, turns)
         for asked, answered in chats:
@@ -252,15 +250,9 @@ def _forget(server: Server) -> None:
     until(lambda: forgets(server), "every block to be free")
 
 
-def _series(server: Server, name: str, labels: str = "") -> float:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        page = answer.read().decode()
-    return sum(map(float, re.findall(rf"^vllm:{name}\{{[^}}]*{labels}[^}}]*\}} (\S+)$", page, re.MULTILINE)))
-
-
 def _computed(server: Server) -> float:
     """Prompt tokens that an instance has computed itself."""
-    return _series(server, "prompt_tokens_by_source_total", 'source="local_compute"')
+    return series(server, "prompt_tokens_by_source_total", 'source="local_compute"')
 
 
 def test_a_turn_whose_conversation_is_gone_is_computed(pairs: Pairs) -> None:
@@ -279,16 +271,16 @@ def test_a_turn_whose_conversation_is_gone_is_computed(pairs: Pairs) -> None:
             prompt = (*prompt, *turns[-1][1].tokens)
         answer, kept = _turn(prefill, decode, "gqa", turns[0][0], KEEP)
         assert answer.tokens == turns[0][1].tokens
-        until(lambda: _series(decode, "pd_conversations_held") == 0, "the lease is over")
+        until(lambda: series(decode, "pd_conversations_held") == 0, "the lease is over")
         for prompt, right in turns[2:]:
             assert ask(decode.url, completion("gqa", prompt)).tokens == right.tokens, "and its blocks are used"
         answer, kept = _turn(prefill, decode, "gqa", turns[1][0], kept)
         assert answer.tokens == turns[1][1].tokens
-        assert _series(prefill, "pd_turns_computed_total") == 1
+        assert series(prefill, "pd_turns_computed_total") == 1
         os.killpg(decode.process.pid, signal.SIGKILL)
         decode.process.wait()
         handed = ask(prefill.url, completion("gqa", turns[2][0], max_tokens=1, kv_transfer_params=kept))
-        assert _series(prefill, "pd_turns_computed_total") == 2
+        assert series(prefill, "pd_turns_computed_total") == 2
         servers.stop(decode)
         [decode] = servers.start(_spec(row, "d"))
         answer = ask(decode.url, completion("gqa", turns[2][0], kv_transfer_params=handed.kv_transfer_params))
@@ -297,7 +289,7 @@ def test_a_turn_whose_conversation_is_gone_is_computed(pairs: Pairs) -> None:
         [prefill] = servers.start(_spec(row, "p", "prefill-again"))
         last, _ = _turn(prefill, decode, "gqa", turns[3][0], answer.kv_transfer_params)
         assert last.tokens == turns[3][1].tokens
-        assert _series(prefill, "pd_turns_read_total") == 1
+        assert series(prefill, "pd_turns_read_total") == 1
         assert _computed(prefill) <= LENGTHS[3] + LEFT
     finally:
         servers.stop(prefill, decode)
@@ -339,11 +331,11 @@ def test_several_instances_and_engines_with_keys_behind_the_router(pairs: Pairs,
             turn(number)
             new = CHATS * sum(LENGTHS[: number + 1]) + len(turns) * LEFT
             assert sum(map(_computed, prefills)) <= new, f"turn {number}"
-        read = sum(_series(prefill, "pd_turns_read_total") for prefill in prefills)
+        read = sum(series(prefill, "pd_turns_read_total") for prefill in prefills)
         assert read == CHATS * (TURNS - 2)
-        assert sum(_series(decode, "pd_conversations_kept_total") for decode in decodes) == len(turns)
+        assert sum(series(decode, "pd_conversations_kept_total") for decode in decodes) == len(turns)
         _by_vllm_router(pairs, prefills, decodes, turns[: 2 * CHATS])
-        victim = max(decodes, key=lambda decode: _series(decode, "pd_conversations_kept_total"))
+        victim = max(decodes, key=lambda decode: series(decode, "pd_conversations_kept_total"))
         os.killpg(victim.process.pid, signal.SIGKILL)
         victim.process.wait()
         turn(TURNS - 1)
@@ -356,8 +348,8 @@ def _by_vllm_router(
     pairs: Pairs, prefills: Sequence[Server], decodes: Sequence[Server], turns: Sequence[tuple[Prompt, Answer]]
 ) -> None:
     """The same turns again: decode keeps each, and nobody comes for it."""
-    read = sum(_series(prefill, "pd_turns_read_total") for prefill in prefills)
-    kept = sum(_series(decode, "pd_conversations_kept_total") for decode in decodes)
+    read = sum(series(prefill, "pd_turns_read_total") for prefill in prefills)
+    kept = sum(series(decode, "pd_conversations_kept_total") for decode in decodes)
     [router] = pairs.servers.start(vllm_router_spec("talk-several-vllm-router", prefills, decodes))
     try:
         for number, (prompt, answer) in enumerate(turns):
@@ -365,5 +357,5 @@ def _by_vllm_router(
     finally:
         pairs.servers.stop(router)
     kept += len(turns)
-    until(lambda: sum(_series(decode, "pd_conversations_kept_total") for decode in decodes) == kept, "each is kept")
-    assert sum(_series(prefill, "pd_turns_read_total") for prefill in prefills) == read
+    until(lambda: sum(series(decode, "pd_conversations_kept_total") for decode in decodes) == kept, "each is kept")
+    assert sum(series(prefill, "pd_turns_read_total") for prefill in prefills) == read

@@ -18,8 +18,9 @@ from examples.launch import Server, Servers, Spec, post, vllm_spec
 from examples.make_models import EXPERTS, make
 from tests.support.ports import free_ports
 from tests.support.servers.agreement import disagreement
+from tests.support.servers.cluster import until
 from tests.support.servers.pairs import ROOT
-from tests.support.servers.workload import LOGPROBS, Answer, Prompt, ask, completion, prompts
+from tests.support.servers.workload import LOGPROBS, VERIFIED, Answer, Prompt, ask, completion, prompts, series
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -72,3 +73,4 @@ def test_every_engine_hands_over_to_every_engine(sides: Sides) -> None:
         # Experts of two engines are added in another order than those of one.
         wrong = disagreement(sides.expected[prompt], answer, exact=False)
         assert not wrong, f"engine {p} to engine {d}: {wrong}"
+    until(lambda: series(sides.decode, VERIFIED) == len(PROMPTS), "each was received, and its sums compared")

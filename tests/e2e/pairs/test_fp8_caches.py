@@ -14,8 +14,9 @@ import torch
 
 from examples.launch import Server, Servers, Spec, vllm_spec
 from examples.make_models import MODELS, make
+from tests.support.servers.cluster import until
 from tests.support.servers.pairs import ROOT
-from tests.support.servers.workload import Prompt, ask, completion, prompts
+from tests.support.servers.workload import VERIFIED, Prompt, ask, completion, prompts, series
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -85,8 +86,11 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_tokens_are_those_of_a_plain_fp8_instance(fleet: Fleet, mode: str) -> None:
+    received = series(fleet.decode[mode], VERIFIED)
     for prompt, expected in fleet.expected.items():
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         first = ask(fleet.prefill.url, completion("gqa", prompt, max_tokens=1, kv_transfer_params=asked))
         answer = ask(fleet.decode[mode].url, completion("gqa", prompt, kv_transfer_params=first.kv_transfer_params))
         assert answer.tokens == expected, f"{len(prompt)} tokens"
+    wanted = received + len(fleet.expected)
+    until(lambda: series(fleet.decode[mode], VERIFIED) == wanted, "each was received, and its sums compared")

@@ -22,7 +22,7 @@ from tests.support.servers import digests
 from tests.support.servers.agreement import disagreement
 from tests.support.servers.cluster import extras
 from tests.support.servers.pairs import Pairs
-from tests.support.servers.workload import Answer, Prompt, Refused, ask, completion
+from tests.support.servers.workload import Answer, Prompt, Refused, ask, completion, series
 
 pytestmark = pytest.mark.e2e
 
@@ -123,7 +123,10 @@ def test_a_block_s_old_bytes_reach_no_answer(pairs: Pairs, family: str, p: Side,
     unlike prefill's, so that only tokens move; and its windows begin with tokens that prefill has let go of."""
     d = d.with_(PD_TEST_POISON="1")
     with pair_of(pairs, MODELS[family], f"old-{family}-{mode}", p, d, {"mode": mode}) as running:
-        wrong = running.wrong(prompts("old bytes", 33, 95, 130, 200, 301, 530))
+        asked = prompts("old bytes", 33, 95, 130, 200, 301, 530)
+        wrong = running.wrong(asked)
+        assert series(running.decode, "pd_receives_total") == len(asked)
+        assert "all caches are filled with NaN" in running.decode.log.read_text(errors="replace")
     assert not wrong, "answers differ from those of one instance:\n" + "\n".join(wrong)
 
 

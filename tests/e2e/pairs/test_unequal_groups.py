@@ -16,9 +16,10 @@ import pytest
 from examples.launch import Server, Servers, Spec, free_port, vllm_spec
 from examples.make_drafters import ONE_LAYER
 from examples.make_models import MODELS, make
+from tests.support.servers.cluster import until
 from tests.support.servers.matrix import DRAFTS
 from tests.support.servers.pairs import ROOT
-from tests.support.servers.workload import Prompt, ask, completion, prompts
+from tests.support.servers.workload import VERIFIED, Prompt, ask, completion, prompts, series
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
@@ -58,6 +59,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_what_is_brought_is_what_the_prefill_instance_has(fleet: Fleet, mode: str) -> None:
+    received = series(fleet.decode[mode], VERIFIED)
     for prompt, expected in fleet.expected.items():
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         first = ask(fleet.prefill.url, completion("swa", prompt, max_tokens=1, kv_transfer_params=asked))
@@ -65,6 +67,8 @@ def test_what_is_brought_is_what_the_prefill_instance_has(fleet: Fleet, mode: st
         answer = ask(fleet.decode[mode].url, completion("swa", prompt, max_tokens=1, kv_transfer_params=params))
         assert answer.tokens == expected, f"{len(prompt)} tokens"
         assert len(params["remote_block_ids"]) != fleet.groups, "the case is none"
+    wanted = received + len(fleet.expected)
+    until(lambda: series(fleet.decode[mode], VERIFIED) == wanted, "each was received, and its sums compared")
 
 
 def groups(port: int) -> int:

@@ -32,6 +32,7 @@ def poison_caches() -> None:
     def register_poisoned(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
         for tensor in kv_caches.values():
             torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
+        print("all caches are filled with NaN", flush=True)
         register(self, kv_caches)
 
     PDConnector.register_kv_caches = register_poisoned  # type: ignore[method-assign]

@@ -42,6 +42,7 @@ from tests.support.servers.workload import (
     ask_many,
     completion,
     forgets,
+    series,
 )
 from vllm_pd_connector.instance_info import parse
 
@@ -54,7 +55,6 @@ PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
 
 SETTLE_S = 90.0
 CACHE_FACTS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-EXPIRED = re.compile(r"^vllm:pd_leases_expired_total\{[^}]*\} (\S+)$", re.MULTILINE)
 HOLDINGS = re.compile(
     r"^vllm:(kv_cache_usage_perc|pd_leases|pd_conversations_held|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE
 )
@@ -324,7 +324,7 @@ class Cluster:
 
     def leases_expired(self) -> float:
         """How many leases of the prefill side have ended so far though nobody had fetched what they kept."""
-        return sum(map(float, EXPIRED.findall(self.metrics(self.prefill))))
+        return series(self.prefill, "pd_leases_expired_total")
 
     def received(self) -> list[digests.Record]:
         """What decode workers received since `drop_digests` or `check_digests`, which compares it."""

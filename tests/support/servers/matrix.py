@@ -362,9 +362,9 @@ QUICK_ROWS: list[Row] = [
     or row == Row("swa", 2, 1, chunked=True, prefix_caching=False)
 ]
 """What `make test` chooses from: what only real servers show, once. A pair takes a minute to start, one with three
-workers a minute and a half, so a row differs in several things at once. Kinds of caches, unequal sides and other connectors are tested without servers too, by the
-geometry's property tests, with vLLM's own cache manager and in its MultiConnector; kernels for AVX2 by
-`make test-kernels`. Kimi has recurrent states beside MLA, so it stands for both."""
+workers a minute and a half, so a row differs in several things at once. Kinds of caches, unequal sides and other
+connectors are tested without servers too, by the geometry's property tests, with vLLM's own cache manager and in its
+MultiConnector; kernels for AVX2 by `make test-kernels`. Kimi has recurrent states beside MLA, so it stands for both."""
 
 
 def _values(row: Row) -> tuple[object, ...]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import urllib.error
 import urllib.parse
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -147,6 +149,18 @@ def ask_many(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int) -> lis
 def forgets(server: Server) -> bool:
     """Empty an instance's prefix cache; whether it did: vLLM refuses while blocks are held."""
     return bool(post(f"{server.url}/reset_prefix_cache", {}, timeout=30)["success"])
+
+
+VERIFIED = "pd_verified_receives_total"
+"""See `series`: receives whose sums equalled the prefill side's, over ranks."""
+
+
+def series(server: Server, name: str, labels: str = "") -> float:
+    """What an instance's metrics page says of `vllm:name`, over all rows that have such labels."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        page = answer.read().decode()
+    rows = re.findall(rf"^vllm:{name}\{{[^}}]*{labels}[^}}]*\}} (\S+)$", page, re.MULTILINE)
+    return sum(map(float, rows))
 
 
 class Stream:
