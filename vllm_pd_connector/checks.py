@@ -62,24 +62,24 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         )
     if "kv_load_failure_policy" in document:
         problems += _choice("kv_load_failure_policy", document["kv_load_failure_policy"], _POLICIES)
-    ours = list(entries_of(document))
+    ours = list(_placed(document))
     if not ours:
         named = document.get("kv_connector")
         known = isinstance(named, str) and named in in_tree.CONNECTORS
         more = "; `vllm-pd migrate` says it in PDConnector's" if known else ""
         problems.append(f"kv_connector is {named!r:.60}: {CONNECTOR_NAME} is not there{more}")
     problems += _order_problems(document)
-    for role, extra in ours:
-        found = setting_problems(role, extra, environ)
-        problems += found or port_problems(role, extra, range(1), environ)
+    for place, role, extra in ours:
+        found = setting_problems(role, extra, environ) or port_problems(role, extra, range(1), environ)
+        problems += _at(place, found)
     return list(dict.fromkeys(problems))
 
 
 def document_notes(document: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is worth knowing of a configuration in which nothing is wrong: an instance starts with it all the same."""
     notes = [f"{key}: {in_tree.TOP_LEVEL[key]}" for key in _WITHOUT_EFFECT if key in document]
-    for role, extra in entries_of(document):
-        notes += setting_notes(role, parse_config(extra), environ)
+    for place, role, extra in _placed(document):
+        notes += _at(place, setting_notes(role, parse_config(extra), environ))
     return list(dict.fromkeys(notes))
 
 
@@ -100,15 +100,19 @@ def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.
 
 def early_problems(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with the settings that vLLM has read from its command line."""
-    ours = list(entries_of(document))
+    ours = list(_placed(document))
     problems = _engine_id_problems(document) if ours else []
-    return problems + [problem for role, extra in ours for problem in setting_problems(role, extra)]
+    for place, role, extra in ours:
+        problems += _at(place, setting_problems(role, extra))
+    return problems
 
 
 def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
     """Which ports are taken that these data-parallel engines are to listen at; the settings are good."""
-    known = tuple(engines)
-    return [problem for role, extra in entries_of(document) for problem in port_problems(role, extra, known)]
+    known, problems = tuple(engines), []
+    for place, role, extra in _placed(document):
+        problems += _at(place, port_problems(role, extra, known))
+    return problems
 
 
 def is_ours(document: Mapping[str, Any]) -> bool:
@@ -143,20 +147,30 @@ def _holds_ours(entry: object) -> bool:
     return isinstance(entry, Mapping) and is_ours(entry)
 
 
-def entries_of(document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """`kv_role` and `kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a
-    MultiConnector, which gives each connector those of its own entry."""
+def extras_of(document: Mapping[str, Any]) -> list[Any]:
+    """`kv_connector_extra_config` of each PDConnector in a configuration."""
+    return [extra for _, _, extra in _placed(document)]
+
+
+def _placed(document: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Of each PDConnector in a configuration where it stands, its `kv_role` and its `kv_connector_extra_config`, also
+    beside others in a MultiConnector, which gives each connector those of its own entry."""
     extra = document.get("kv_connector_extra_config")
     extra = {} if extra is None else extra
     if is_ours(document):
-        yield document.get("kv_role"), extra
+        yield place, document.get("kv_role"), extra
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
         connectors = extra.get("connectors")
-        for one in connectors if isinstance(connectors, list | tuple) else ():
+        for i, one in enumerate(connectors if isinstance(connectors, list | tuple) else ()):
             if isinstance(one, dict):
                 one.setdefault("kv_connector_extra_config", {})  # as vLLM reads it, so that the entry's own is yielded
             if isinstance(one, Mapping):
-                yield from entries_of(one)
+                yield from _placed(one, f"{place}connectors[{i}].")
+
+
+def _at(place: str, lines: Iterable[str]) -> list[str]:
+    """What is said of an entry, with where that stands."""
+    return [f"{place}{line}" for line in lines]
 
 
 def setting_problems(role: object, extra: object, environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import ports
-from vllm_pd_connector.checks import document_notes, early_problems
+from vllm_pd_connector.checks import document_notes, early_port_problems, early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
@@ -188,7 +188,23 @@ def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_beside_other_connectors_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     document = several(transfer(mode="x"), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"})
     [problem] = checked(document, capsys)
-    assert "mode is 'x'" in problem
+    assert problem == "connectors[0].kv_connector_extra_config: mode is 'x': it must be one of pull, push, auto"
+    [problem] = checked(several({"kv_connector": "PDConnector"}), capsys)
+    assert problem.startswith("connectors[0].kv_role is None"), "not the MultiConnector's own"
+    assert early_problems(document)[0].startswith("connectors[0].kv_connector_extra_config: mode is 'x'")
+
+
+def test_a_note_and_a_taken_port_beside_other_connectors_say_where_the_entry_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [note] = noted(several(transfer(bootstrap_port=8998)), capsys)
+    assert note.startswith("connectors[0].bootstrap_port: nobody will answer at 8998")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        document = several(transfer(side_channel_port=taken.getsockname()[1]))
+        [problem] = checked(document, capsys)
+        assert problem.startswith("connectors[0].side channel: cannot listen") and [problem] == early_port_problems(
+            document, [0]
+        )
 
 
 @pytest.mark.parametrize("transport", ["nixl", "mooncake"])
