@@ -40,6 +40,7 @@ _KEYS: Final = (
 _ENGINE_ID: Final = 500
 """Characters of a name: messages have 512, and vLLM adds the data-parallel rank."""
 _RANK: Final = re.compile(r"_dp\d+$")
+_WORKERS_END: Final = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 _WITHOUT_EFFECT: Final = {"kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool}
 """Keys that vLLM takes and that do nothing here, so that they stop no instance; and the types that vLLM takes."""
 
@@ -79,13 +80,15 @@ def document_notes(document: Mapping[str, Any], environ: Mapping[str, str] = os.
     """What is worth knowing of a configuration in which nothing is wrong: an instance starts with it all the same."""
     notes = [f"{key}: {in_tree.TOP_LEVEL[key]}" for key in _WITHOUT_EFFECT if key in document]
     for place, role, extra in _placed(document):
-        notes += _at(place, setting_notes(role, parse_config(extra), environ))
+        found = [*setting_notes(role, extra, environ), *worker_notes(role, extra, environ)]
+        notes += _at(place, found)
     return list(dict.fromkeys(notes))
 
 
-def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
+def setting_notes(role: object, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
     """What will not be as it may be meant, of good settings."""
-    notes = []
+    config = parse_config(extra)
+    notes = _idle_keys(role, extra, config)
     host, _ = config.side_channel(0, environ)
     others = config.side_channel_keys is not None or config.allow_unauthenticated_peers
     if _listens(config, role) and (misleads := told_wrongly(host, others)):
@@ -96,6 +99,59 @@ def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.
             f"auto, and this is a {role} in mode {config.mode}"
         )
     return notes
+
+
+def _idle_keys(role: object, extra: Mapping[str, Any], config: Config) -> list[str]:
+    """Which keys were given and do nothing, in this role and mode."""
+    prefills, keeps = role != "kv_consumer", role != "kv_producer" and config.conversations
+    uses = {
+        "push_when": (prefills and config.pushes, "prefill instances whose mode is push or auto"),
+        "step_timeout": (prefills and config.pushes, "prefill instances whose mode is push or auto"),
+        "shutdown_timeout": (prefills, "prefill instances"),
+        "conversation_lease": (keeps, "decode instances with conversations true"),
+        "conversation_share": (keeps, "decode instances with conversations true"),
+    }
+    here = f"a {role} in mode {config.mode} with conversations {str(config.conversations).lower()}"
+    return [
+        f"{key}: it does nothing here, since it is for {whose}, and this is {here}"
+        for key, (used, whose) in uses.items()
+        if key in extra and not used
+    ]
+
+
+def ending_notes(
+    role: object, extra: Mapping[str, Any], vllm_s: float, several: bool, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Whether vLLM leaves a prefill instance the `shutdown_timeout` that it was given, in which its readers finish.
+
+    Args:
+        vllm_s: vLLM's own `--shutdown-timeout`.
+        several: whether vLLM's engine runs its workers in processes, which it ends.
+
+    Source: vLLM 0.32 and 0.33, `VllmConfig.shutdown_timeout`, `MultiprocExecutor._ensure_worker_termination`.
+    """
+    asked = extra.get("shutdown_timeout", 0)
+    if role == "kv_consumer":
+        return []
+    notes = []
+    if asked > vllm_s:
+        notes.append(
+            f"shutdown_timeout is {asked:g}, and vLLM's --shutdown-timeout {vllm_s:g}, after which it kills the engine "
+            "and what it has handed over: give that the longest answers and shutdown_timeout together"
+        )
+    return notes + (worker_notes(role, extra, environ) if several else [])
+
+
+def worker_notes(role: object, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """As `ending_notes`, of what the environment alone tells."""
+    asked, text = extra.get("shutdown_timeout", 0), environ.get(_WORKERS_END, "5")  # vLLM's default
+    if role == "kv_consumer" or not text.isdigit() or asked <= int(text):
+        return []
+    note = (
+        f"shutdown_timeout is {asked:g}, and {_WORKERS_END} {text}, after which vLLM ends workers that are processes "
+        "of their own, as several are: set it above shutdown_timeout"
+    )
+    return [note]
 
 
 def early_problems(document: Mapping[str, Any]) -> list[str]:

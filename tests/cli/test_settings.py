@@ -11,30 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support import ports
-from vllm_pd_connector.checks import document_notes, early_port_problems, early_problems
+from tests.support.check_config import checked, several, transfer
+from vllm_pd_connector.checks import early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.in_tree import CONNECTORS, KEYS, STORES, migrate
 
 ELSEWHERE = "203.0.113.9"
-
-
-def transfer(**extra: Any) -> dict[str, Any]:
-    return {"kv_connector": "PDConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
-
-
-def several(*connectors: Any) -> dict[str, Any]:
-    beside = {"connectors": connectors}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": beside}
-
-
-def checked(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    code = main(["check-config", json.dumps(document), "--json"])
-    problems = json.loads(capsys.readouterr().out)["problems"]
-    assert code == (Exit.REFUSED if problems else Exit.OK)
-    assert not any("\n" in problem for problem in problems)
-    return list(problems)
 
 
 @pytest.fixture(autouse=True)
@@ -101,75 +85,6 @@ def test_a_mistake_is_one_line(document: object, words: str, capsys: pytest.Capt
     assert [problem for problem in problems if words in problem], problems
 
 
-def noted(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(["check-config", json.dumps(document), "--json"]) == Exit.OK
-    return list(json.loads(capsys.readouterr().out)["notes"])
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("kv_buffer_device", "cpu", "no counterpart: bytes move between the caches where they lie"),
-        ("kv_port", 14579, "side_channel_port in kv_connector_extra_config"),
-        ("enable_permute_local_kv", True, "no counterpart: unequal layouts are converted"),
-    ],
-)
-def test_a_key_that_vllm_takes_and_that_does_nothing_here_is_noted(
-    key: str, value: object, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An instance starts with it."""
-    from vllm.config import KVTransferConfig
-
-    document = transfer() | {key: value}
-    KVTransferConfig(**document)
-    [note] = noted(document, capsys)
-    assert note.startswith(f"{key}: {words}")
-    assert main(["check-config", json.dumps(document)]) == Exit.OK
-    assert f"\nnote: {key}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_an_address_that_is_everybody_s_own_is_noted(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    document = transfer(side_channel_host=host, allow_unauthenticated_peers=True)
-    [note] = noted(document, capsys)
-    assert note.startswith(f"side_channel_host: other instances are told {host}, which is their own host")
-    assert noted(document | {"kv_role": "kv_consumer"}, capsys) == []
-    assert noted(transfer(), capsys) == []
-
-
-@pytest.mark.parametrize(
-    ("role", "mode", "host", "told"),
-    [
-        ("kv_producer", "pull", None, True),
-        ("kv_producer", "pull", "::1", True),
-        ("kv_consumer", "push", None, True),
-        ("kv_consumer", "pull", None, False),
-        ("kv_producer", "pull", "10.0.0.7", False),
-    ],
-)
-def test_an_address_that_this_host_alone_reaches_is_noted_where_others_are_to_come(
-    role: str, mode: str, host: str | None, told: bool
-) -> None:
-    extra = {"mode": mode} | ({} if host is None else {"side_channel_host": host})
-    document = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
-    assert document_notes(document, {}) == []
-    extra["allow_unauthenticated_peers"] = True
-    notes = document_notes(document, {})
-    words = f"side_channel_host: other instances are told {host or '127.0.0.1'}, where one on another host asks itself"
-    assert [note.startswith(words) for note in notes] == [True] * told
-
-
-@pytest.mark.parametrize(
-    ("role", "mode", "told"),
-    [("kv_producer", "pull", True), ("kv_consumer", "push", True), ("kv_both", "auto", False)],
-)
-def test_a_bootstrap_port_at_which_nobody_answers_is_noted(role: str, mode: str, told: bool) -> None:
-    document = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": {"mode": mode}}
-    assert document_notes(document, {}) == []
-    notes = document_notes(document, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "8998"})
-    assert [note.startswith("bootstrap_port: nobody will answer at 8998") for note in notes] == [True] * told
-
-
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = transfer(params_secret="/nowhere", side_channel_host="203.0.113.9", transport_options={"ucs": {}})
     assert len(checked(wrong, capsys)) == 3
@@ -192,19 +107,6 @@ def test_one_beside_other_connectors_is_checked(capsys: pytest.CaptureFixture[st
     [problem] = checked(several({"kv_connector": "PDConnector"}), capsys)
     assert problem.startswith("connectors[0].kv_role is None"), "not the MultiConnector's own"
     assert early_problems(document)[0].startswith("connectors[0].kv_connector_extra_config: mode is 'x'")
-
-
-def test_a_note_and_a_taken_port_beside_other_connectors_say_where_the_entry_stands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    [note] = noted(several(transfer(bootstrap_port=8998)), capsys)
-    assert note.startswith("connectors[0].bootstrap_port: nobody will answer at 8998")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        document = several(transfer(side_channel_port=taken.getsockname()[1]))
-        [problem] = checked(document, capsys)
-        assert problem.startswith("connectors[0].side channel: cannot listen") and [problem] == early_port_problems(
-            document, [0]
-        )
 
 
 @pytest.mark.parametrize("transport", ["nixl", "mooncake"])
