@@ -13,10 +13,17 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_pd_connector import CONNECTOR_NAME, in_tree
-from vllm_pd_connector.config import Config, own_directory, parse_config, unknown_key
+from vllm_pd_connector.config import (
+    Config,
+    expandable_segments,
+    own_directory,
+    parse_config,
+    require_ids_of_their_own,
+    unknown_key,
+)
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address, told_wrongly
@@ -28,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _MULTI: Final = "MultiConnector"
+PLUGIN: Final = "pd_connector"
+"""Our entry point in vLLM's plugins (`plugin.register`)."""
 _POLICIES: Final = ("fail", "recompute")
 _KEYS: Final = (
     "kv_connector",
@@ -70,7 +79,10 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         more = "; `vllm-pd migrate` says it in PDConnector's" if known else ""
         problems.append(f"kv_connector is {named!r:.60}: {CONNECTOR_NAME} is not there{more}")
     problems += _order_problems(document)
-    for place, role, extra in ours:
+    problems += _said(lambda: require_ids_of_their_own(environ))
+    if (chosen := _without_plugin(environ)) and not all(entry.by_path for entry in ours):
+        problems.append(f"{chosen}, which makes {CONNECTOR_NAME} known to vLLM: add it there")
+    for place, role, extra, _ in ours:
         found = setting_problems(role, extra, environ) or port_problems(role, extra, range(1), environ)
         problems += _at(place, found)
     return list(dict.fromkeys(problems))
@@ -79,7 +91,15 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
 def document_notes(document: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is worth knowing of a configuration in which nothing is wrong: an instance starts with it all the same."""
     notes = [f"{key}: {in_tree.TOP_LEVEL[key]}" for key in _WITHOUT_EFFECT if key in document]
-    for place, role, extra in _placed(document):
+    if name := expandable_segments(environ):
+        notes.append(
+            f"{name} has expandable_segments:True, with which an instance does not start unless it has "
+            "--enable-cumem-allocator or --enable-sleep-mode, whose pool is without them: leave it out"
+        )
+    ours = list(_placed(document))
+    if (chosen := _without_plugin(environ)) and all(entry.by_path for entry in ours):
+        notes.append(f"{chosen}: kv_connector_module_path has the connector found, and what the plugin does is missing")
+    for place, role, extra, _ in ours:
         found = [*setting_notes(role, extra, environ), *worker_notes(role, extra, environ)]
         notes += _at(place, found)
     return list(dict.fromkeys(notes))
@@ -158,7 +178,7 @@ def early_problems(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with the settings that vLLM has read from its command line."""
     ours = list(_placed(document))
     problems = _engine_id_problems(document) if ours else []
-    for place, role, extra in ours:
+    for place, role, extra, _ in ours:
         problems += _at(place, setting_problems(role, extra))
     return problems
 
@@ -166,7 +186,7 @@ def early_problems(document: Mapping[str, Any]) -> list[str]:
 def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
     """Which ports are taken that these data-parallel engines are to listen at; the settings are good."""
     known, problems = tuple(engines), []
-    for place, role, extra in _placed(document):
+    for place, role, extra, _ in _placed(document):
         problems += _at(place, port_problems(role, extra, known))
     return problems
 
@@ -178,9 +198,20 @@ def is_ours(document: Mapping[str, Any]) -> bool:
     return document.get("kv_connector") == CONNECTOR_NAME or packaged
 
 
+def _without_plugin(environ: Mapping[str, str]) -> str:
+    """How vLLM's plugins are chosen where ours is not among them; empty where it is."""
+    chosen = environ.get("VLLM_PLUGINS")
+    if chosen is None or PLUGIN in chosen.split(","):
+        return ""
+    return f"VLLM_PLUGINS is {chosen!r:.200}, without {PLUGIN}"
+
+
 def _engine_id_problems(document: Mapping[str, Any]) -> list[str]:
     """vLLM draws a name where none is given."""
     named = document.get("engine_id")
+    if isinstance(named, str) and ("$(" in named or "${" in named):
+        unset = f"engine_id is {named!r:.60}: nothing was put in the place of the variable"
+        return [f"{unset}; set it where this is read (of a pod in its env), or leave engine_id out"]
     if named is None or (isinstance(named, str) and 1 <= len(_RANK.sub("", named)) <= _ENGINE_ID):
         return []
     what = f"has {len(named)} characters" if isinstance(named, str) else f"is {named!r:.60}"
@@ -205,16 +236,26 @@ def _holds_ours(entry: object) -> bool:
 
 def extras_of(document: Mapping[str, Any]) -> list[Any]:
     """`kv_connector_extra_config` of each PDConnector in a configuration."""
-    return [extra for _, _, extra in _placed(document)]
+    return [entry.extra for entry in _placed(document)]
 
 
-def _placed(document: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Of each PDConnector in a configuration where it stands, its `kv_role` and its `kv_connector_extra_config`, also
-    beside others in a MultiConnector, which gives each connector those of its own entry."""
+class _Entry(NamedTuple):
+    """A PDConnector in a configuration: where it stands, its `kv_role` and its `kv_connector_extra_config`, and whether
+    it says where its class comes from."""
+
+    place: str
+    role: Any
+    extra: Any
+    by_path: bool
+
+
+def _placed(document: Mapping[str, Any], place: str = "") -> Iterator[_Entry]:
+    """Each PDConnector in a configuration, also beside others in a MultiConnector, which gives each connector the
+    settings of its own entry."""
     extra = document.get("kv_connector_extra_config")
     extra = {} if extra is None else extra
     if is_ours(document):
-        yield place, document.get("kv_role"), extra
+        yield _Entry(place, document.get("kv_role"), extra, bool(document.get("kv_connector_module_path")))
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
         connectors = extra.get("connectors")
         for i, one in enumerate(connectors if isinstance(connectors, list | tuple) else ()):

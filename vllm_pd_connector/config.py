@@ -259,6 +259,36 @@ def _port(key: str, variable: str, base: int | str, data_parallel_index: int) ->
     return port
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def expandable_segments(environ: Mapping[str, str]) -> str:
+    """The variable by which PyTorch has its expandable segments, whose memory moves; empty if it has none. The first
+    that is set is PyTorch's choice."""
+    name = next((name for name in _ALLOCATOR if environ.get(name)), _ALLOCATOR[0])
+    return name if "expandable_segments:True" in environ.get(name, "").replace(" ", "") else ""
+
+
+_SAME_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+
+
+def require_ids_of_their_own(environ: Mapping[str, str]) -> None:
+    """Refuse engines that take the ids of requests as they come. Behind the id that vLLM's server gives its engine puts
+    digits by chance: they tell a request from another of the same id, and what the server added from the client's part,
+    by which the legs of a request and the prompts of a batch know each other.
+
+    Raises:
+        InvalidConfig: the variable is set.
+
+    Source: vLLM 0.32, `InputProcessor.assign_request_id`.
+    """
+    if environ.get(_SAME_IDS, "0").strip().lstrip("0"):
+        raise InvalidConfig(
+            f"{_SAME_IDS} is {environ[_SAME_IDS]!r}: requests of one id would be taken for one another, as vLLM warns, "
+            "and the two legs of a request would not find each other; leave it out"
+        )
+
+
 _NO_HUGE_PAGES = (
     "'huge_pages' is no longer a key; leave it out, and where one host's reads of CPU caches should be faster, start "
     "vLLM with THP_MEM_ALLOC_ENABLE=1 in the environment"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import ports
 from tests.support.check_config import checked, several, transfer
-from vllm_pd_connector.checks import early_problems
+from vllm_pd_connector.checks import document_problems, early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
@@ -59,6 +59,8 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer() | {"engine_id": 5}, "engine_id is 5: it must be a string"),
         (transfer() | {"engine_id": ""}, "engine_id has 0 characters: it must be a string of 1 to 500"),
         (transfer() | {"engine_id": "x" * 501}, "engine_id has 501 characters: it must be a string of 1 to 500"),
+        (transfer() | {"engine_id": "$(POD_NAME)"}, "engine_id is '$(POD_NAME)': nothing was put in the place of the"),
+        (transfer() | {"engine_id": "p-${HOSTNAME}"}, "engine_id is 'p-${HOSTNAME}': nothing was put in the place of"),
         (transfer(side_channel_host=""), "side_channel_host: '' is no address that others could be told"),
         (transfer() | {"kv_connector_extra_config": None}, "kv_connector_extra_config is None: it must be an object"),
         (several({"kv_connector": "OffloadingConnector"}, transfer()), "PDConnector is number 2; name it first"),
@@ -83,6 +85,24 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
 def test_a_mistake_is_one_line(document: object, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     problems = checked(document, capsys)
     assert [problem for problem in problems if words in problem], problems
+
+
+@pytest.mark.parametrize("chosen", ["", "lora_resolver", "pd_connector,x"])
+@pytest.mark.parametrize("multi", [False, True])
+def test_plugins_without_ours_are_a_mistake(chosen: str, multi: bool) -> None:
+    own = transfer(side_channel_port=ports.free_port())
+    document = several(own) if multi else own
+    assert document_problems(document, {}) == []
+    found = document_problems(document, {"VLLM_PLUGINS": chosen})
+    words = f"VLLM_PLUGINS is {chosen!r}, without pd_connector, which makes PDConnector known to vLLM"
+    assert [problem.startswith(words) for problem in found] == [True] * ("pd_connector" not in chosen)
+
+
+def test_ids_of_requests_as_they_come_are_a_mistake_here_as_for_an_instance() -> None:
+    document = transfer(side_channel_port=ports.free_port())
+    assert document_problems(document, {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0"}) == []
+    [problem] = document_problems(document, {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"})
+    assert "requests of one id would be taken for one another" in problem
 
 
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

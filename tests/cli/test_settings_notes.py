@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -17,8 +18,33 @@ from vllm_pd_connector.cli.output import Exit
 
 @pytest.fixture(autouse=True)
 def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default port may be another's on this machine."""
+    """The default port may be another's on this machine, and vLLM need not be here."""
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(ports.free_port()))
+    monkeypatch.setattr("vllm_pd_connector.cli.settings.find_spec", lambda _: object())
+
+
+def test_a_command_that_is_not_in_vllm_s_environment_is_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says of libraries and plugins is of its own."""
+    assert noted(transfer(), capsys) == []
+    monkeypatch.setattr("vllm_pd_connector.cli.settings.find_spec", lambda _: None)
+    [note] = noted(transfer(), capsys)
+    assert note.startswith(f"vLLM is not installed in {sys.prefix}")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_memory_that_moves_is_noted_since_a_flag_may_keep_the_caches_out_of_it(name: str) -> None:
+    assert document_notes(transfer(), {name: "backend:native"}) == []
+    [note] = document_notes(transfer(), {name: "expandable_segments:True"})
+    assert note.startswith(f"{name} has expandable_segments:True") and "--enable-cumem-allocator" in note
+
+
+def test_a_connector_that_is_found_without_our_plugin_is_noted() -> None:
+    document = transfer() | {"kv_connector_module_path": "vllm_pd_connector.connector"}
+    assert document_notes(document, {"VLLM_PLUGINS": "other,pd_connector"}) == []
+    [note] = document_notes(document, {"VLLM_PLUGINS": "other"})
+    assert note.startswith("VLLM_PLUGINS is 'other', without pd_connector: kv_connector_module_path")
 
 
 @pytest.mark.parametrize(
