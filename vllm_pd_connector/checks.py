@@ -112,7 +112,7 @@ def setting_notes(role: object, extra: Mapping[str, Any], environ: Mapping[str, 
     host, _ = config.side_channel(0, environ)
     others = config.side_channel_keys is not None or config.allow_unauthenticated_peers
     if _listens(config, role) and (misleads := told_wrongly(host, others)):
-        notes.append(f"side_channel_host: {misleads}")
+        notes.append(f"{config.host_key(environ)}: {misleads}")
     if (port := config.bootstrap(environ)) is not None and (role == "kv_consumer" or not config.pushes):
         notes.append(
             f"bootstrap_port: nobody will answer at {port}, since that is for prefill instances whose mode is push or "
@@ -290,7 +290,8 @@ def setting_problems(role: object, extra: object, environ: Mapping[str, str] = o
     def address() -> None:
         host, _ = config.side_channel(0, environ)
         if _listens(config, role):
-            require_private_address(host, keys_of(config), config.allow_unauthenticated_peers)
+            unproven = config.allow_unauthenticated_peers
+            require_private_address(host, keys_of(config), unproven, config.host_key(environ))
 
     return _said(
         lambda: registry.check(
@@ -314,7 +315,7 @@ def port_problems(
     known = tuple(engines)
 
     def listen(engine: int) -> None:
-        require_free(*config.side_channel(engine, environ))
+        require_free(*config.side_channel(engine, environ), config.host_key(environ))
 
     tries: list[Callable[[], object]] = [functools.partial(listen, engine) for engine in known]
     if role != "kv_consumer" and config.pushes and 0 in known:

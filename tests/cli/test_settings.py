@@ -105,6 +105,26 @@ def test_ids_of_requests_as_they_come_are_a_mistake_here_as_for_an_instance() ->
     assert "requests of one id would be taken for one another" in problem
 
 
+@pytest.mark.parametrize(
+    ("host", "extra", "words"),
+    [
+        (ELSEWHERE, {}, f" {ELSEWHERE} can be reached from other hosts"),
+        (ELSEWHERE, {"allow_unauthenticated_peers": True}, f" {ELSEWHERE!r} is no address of this machine"),
+        ("a b", {}, ": 'a b' is no address that others could be told"),
+        ("127.0.0.1", {}, " or side_channel_port"),
+    ],
+)
+def test_a_host_of_the_environment_is_told_with_its_variable(host: str, extra: dict[str, Any], words: str) -> None:
+    """Launch scripts set it, and the configuration has no such key."""
+    name = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        extra = extra | {"side_channel_port": taken.getsockname()[1]}
+        [of_environment] = document_problems(transfer(**extra), {name: host})
+        [of_key] = document_problems(transfer(side_channel_host=host, **extra), {name: "elsewhere"})
+    assert f"side_channel_host ({name}){words}" in of_environment
+    assert f"side_channel_host{words}" in of_key
+
+
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = transfer(params_secret="/nowhere", side_channel_host="203.0.113.9", transport_options={"ucs": {}})
     assert len(checked(wrong, capsys)) == 3

@@ -74,6 +74,8 @@ def test_an_address_that_is_everybody_s_own_is_noted(host: str, capsys: pytest.C
     document = transfer(side_channel_host=host, allow_unauthenticated_peers=True)
     [note] = noted(document, capsys)
     assert note.startswith(f"side_channel_host: other instances are told {host}, which is their own host")
+    [note] = document_notes(transfer(allow_unauthenticated_peers=True), {"VLLM_NIXL_SIDE_CHANNEL_HOST": host})
+    assert note.startswith(f"side_channel_host (VLLM_NIXL_SIDE_CHANNEL_HOST): other instances are told {host}")
     assert noted(document | {"kv_role": "kv_consumer"}, capsys) == []
     assert noted(transfer(), capsys) == []
 

@@ -163,7 +163,7 @@ def _gpus(proc: Path, rdma: bool) -> Finding:
 def _port() -> Finding:
     try:
         host, port = Config().side_channel(0)
-        require_free(host, port)
+        require_free(host, port, Config().host_key())
     except InvalidConfig as error:
         return Finding("ports", "note", str(error))
     return Finding("ports", "good", f"the side channel's, {host}:{port}, is free")

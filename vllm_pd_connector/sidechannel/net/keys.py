@@ -259,15 +259,17 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def require_private_address(host: str, keys: Keys | None, allow_unauthenticated: bool) -> None:
-    """Refuse to listen where unauthenticated peers reach us.
+def require_private_address(
+    host: str, keys: Keys | None, allow_unauthenticated: bool, key: str = "side_channel_host"
+) -> None:
+    """Refuse to listen where unauthenticated peers reach us; `key` is what messages call the host (`Config.host_key`).
 
     Raises:
         InvalidConfig: `host` is not loopback and there are no keys.
     """
     if keys is None and not allow_unauthenticated and not is_loopback(host):
         raise InvalidConfig(
-            f"side_channel_host {host} can be reached from other hosts, and side_channel_keys is not set: {_ADVICE}"
+            f"{key} {host} can be reached from other hosts, and side_channel_keys is not set: {_ADVICE}"
         )
 
 
