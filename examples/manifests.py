@@ -30,7 +30,7 @@ USER = 2000
 PORT = 8000
 """What a Service and its router call an instance by."""
 BEHIND_SIDECAR = 8200
-"""Where llm-d's sidecar finds its vLLM by default."""
+"""Where llm-d's sidecar finds its vLLM by default, from llm-d-router 0.10 on."""
 ADMIN_PORT = 8001
 """Where the router has its operators' routes, on loopback."""
 KEYS = "/etc/pd/keys"
@@ -49,10 +49,11 @@ PROBE_S = 10
 SIDECAR = """\
       initContainers:
         # llm-d's routing sidecar takes what the gateway sends and asks the prefill instance that the EPP chose.
+        # From llm-d-router 0.10 on it finds vLLM at {behind} by its default; before that add --vllm-port={behind}.
         - name: routing-proxy
           image: ghcr.io/llm-d/llm-d-router-disagg-sidecar:latest # pin that of your llm-d
           restartPolicy: Always
-          args: [--port={port}, --kv-connector=nixlv2, --secure-proxy=false] # vLLM is at {behind} by its default
+          args: [--port={port}, --kv-connector=nixlv2, --secure-proxy=false]
           ports: [{{ name: gateway, containerPort: {port} }}]
           securityContext: {{ allowPrivilegeEscalation: false, capabilities: {{ drop: [ALL] }} }}
           resources: {{ requests: {{ cpu: 250m, memory: 128Mi }} }}

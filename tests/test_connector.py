@@ -26,8 +26,12 @@ def engine(**model: Any) -> Any:
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(**{"is_diffusion": False, "enable_cumem_allocator": False} | model),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_backend="mp"
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            data_parallel_backend="mp",
+            distributed_executor_backend="uni",
         ),
+        shutdown_timeout=0,
     )
 
 
@@ -180,3 +184,32 @@ def test_what_will_not_be_as_it_may_be_meant_is_in_the_log(monkeypatch, caplog, 
     noted = [text for text in ours if text.startswith(tuple(starts))]
     assert [text[: len(start)] for text, start in zip(noted, starts, strict=False)] == starts[:says]
     assert len(noted) == says
+
+
+@pytest.mark.parametrize(
+    ("extra", "vllm_s", "backend", "workers_s", "says"),
+    [
+        ({}, 0, "mp", None, []),
+        ({"shutdown_timeout": 0}, 0, "mp", None, []),
+        ({"shutdown_timeout": 35}, 0, "uni", None, ["vLLM's --shutdown-timeout 0"]),
+        ({"shutdown_timeout": 35}, 30, "uni", None, ["vLLM's --shutdown-timeout 30"]),
+        ({"shutdown_timeout": 35}, 125, "uni", None, []),
+        ({"shutdown_timeout": 35}, 125, "mp", None, ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS 5"]),
+        ({"shutdown_timeout": 35}, 125, "mp", "30", ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS 30"]),
+        ({"shutdown_timeout": 35}, 125, "mp", "40", []),
+    ],
+)
+def test_time_for_readers_that_vllm_does_not_give_is_in_the_log(
+    monkeypatch, caplog, extra, vllm_s, backend, workers_s, says
+):
+    """vLLM ends an engine by its own times: a longer one of ours alone has no effect."""
+    monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)
+    if workers_s is not None:
+        monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", workers_s)
+    monkeypatch.setattr("vllm_pd_connector.connector.SchedulerHalf", lambda *made: None)
+    made = engine(enable_sleep_mode=False)
+    vars(made.kv_transfer_config).update(kv_connector_extra_config=extra, kv_role="kv_producer", engine_id="p-0")
+    made.shutdown_timeout, made.parallel_config.distributed_executor_backend = vllm_s, backend
+    PDConnector(made, KVConnectorRole.SCHEDULER, SimpleNamespace())
+    noted = [text for text in caplog.messages if text.startswith("shutdown_timeout is 35, and ")]
+    assert [said in text for said, text in zip(says, noted, strict=True)] == [True] * len(says)

@@ -26,6 +26,21 @@ def base_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def http_address(text: str) -> str:
+    """A base URL that is all told by its host and port: plain HTTP, a port, and no path.
+
+    Raises:
+        argparse.ArgumentTypeError: another.
+    """
+    url = base_url(text)
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.port is None or parts.path:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: vLLM's router takes host:port of plain HTTP alone; give http://host:port"
+        )
+    return url
+
+
 def host_and_port(text: str) -> str:
     """An address of a socket, as it is.
 

@@ -13,10 +13,17 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_pd_connector import CONNECTOR_NAME, in_tree
-from vllm_pd_connector.config import Config, own_directory, parse_config, unknown_key
+from vllm_pd_connector.config import (
+    Config,
+    expandable_segments,
+    own_directory,
+    parse_config,
+    require_ids_of_their_own,
+    unknown_key,
+)
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address, told_wrongly
@@ -28,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _MULTI: Final = "MultiConnector"
+PLUGIN: Final = "pd_connector"
+"""Our entry point in vLLM's plugins (`plugin.register`)."""
 _POLICIES: Final = ("fail", "recompute")
 _KEYS: Final = (
     "kv_connector",
@@ -40,6 +49,7 @@ _KEYS: Final = (
 _ENGINE_ID: Final = 500
 """Characters of a name: messages have 512, and vLLM adds the data-parallel rank."""
 _RANK: Final = re.compile(r"_dp\d+$")
+_WORKERS_END: Final = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 _WITHOUT_EFFECT: Final = {"kv_buffer_device": str, "kv_port": int, "enable_permute_local_kv": bool}
 """Keys that vLLM takes and that do nothing here, so that they stop no instance; and the types that vLLM takes."""
 
@@ -62,34 +72,47 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         )
     if "kv_load_failure_policy" in document:
         problems += _choice("kv_load_failure_policy", document["kv_load_failure_policy"], _POLICIES)
-    ours = list(entries_of(document))
+    ours = list(_placed(document))
     if not ours:
         named = document.get("kv_connector")
         known = isinstance(named, str) and named in in_tree.CONNECTORS
         more = "; `vllm-pd migrate` says it in PDConnector's" if known else ""
         problems.append(f"kv_connector is {named!r:.60}: {CONNECTOR_NAME} is not there{more}")
     problems += _order_problems(document)
-    for role, extra in ours:
-        found = setting_problems(role, extra, environ)
-        problems += found or port_problems(role, extra, range(1), environ)
+    problems += _said(lambda: require_ids_of_their_own(environ))
+    if (chosen := _without_plugin(environ)) and not all(entry.by_path for entry in ours):
+        problems.append(f"{chosen}, which makes {CONNECTOR_NAME} known to vLLM: add it there")
+    for place, role, extra, _ in ours:
+        found = setting_problems(role, extra, environ) or port_problems(role, extra, range(1), environ)
+        problems += _at(place, found)
     return list(dict.fromkeys(problems))
 
 
 def document_notes(document: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is worth knowing of a configuration in which nothing is wrong: an instance starts with it all the same."""
     notes = [f"{key}: {in_tree.TOP_LEVEL[key]}" for key in _WITHOUT_EFFECT if key in document]
-    for role, extra in entries_of(document):
-        notes += setting_notes(role, parse_config(extra), environ)
+    if name := expandable_segments(environ):
+        notes.append(
+            f"{name} has expandable_segments:True, with which an instance does not start unless it has "
+            "--enable-cumem-allocator or --enable-sleep-mode, whose pool is without them: leave it out"
+        )
+    ours = list(_placed(document))
+    if (chosen := _without_plugin(environ)) and all(entry.by_path for entry in ours):
+        notes.append(f"{chosen}: kv_connector_module_path has the connector found, and what the plugin does is missing")
+    for place, role, extra, _ in ours:
+        found = [*setting_notes(role, extra, environ), *worker_notes(role, extra, environ)]
+        notes += _at(place, found)
     return list(dict.fromkeys(notes))
 
 
-def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
+def setting_notes(role: object, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
     """What will not be as it may be meant, of good settings."""
-    notes = []
+    config = parse_config(extra)
+    notes = _idle_keys(role, extra, config)
     host, _ = config.side_channel(0, environ)
     others = config.side_channel_keys is not None or config.allow_unauthenticated_peers
     if _listens(config, role) and (misleads := told_wrongly(host, others)):
-        notes.append(f"side_channel_host: {misleads}")
+        notes.append(f"{config.host_key(environ)}: {misleads}")
     if (port := config.bootstrap(environ)) is not None and (role == "kv_consumer" or not config.pushes):
         notes.append(
             f"bootstrap_port: nobody will answer at {port}, since that is for prefill instances whose mode is push or "
@@ -98,17 +121,74 @@ def setting_notes(role: object, config: Config, environ: Mapping[str, str] = os.
     return notes
 
 
+def _idle_keys(role: object, extra: Mapping[str, Any], config: Config) -> list[str]:
+    """Which keys were given and do nothing, in this role and mode."""
+    prefills, keeps = role != "kv_consumer", role != "kv_producer" and config.conversations
+    uses = {
+        "push_when": (prefills and config.pushes, "prefill instances whose mode is push or auto"),
+        "step_timeout": (prefills and config.pushes, "prefill instances whose mode is push or auto"),
+        "shutdown_timeout": (prefills, "prefill instances"),
+        "conversation_lease": (keeps, "decode instances with conversations true"),
+        "conversation_share": (keeps, "decode instances with conversations true"),
+    }
+    here = f"a {role} in mode {config.mode} with conversations {str(config.conversations).lower()}"
+    return [
+        f"{key}: it does nothing here, since it is for {whose}, and this is {here}"
+        for key, (used, whose) in uses.items()
+        if key in extra and not used
+    ]
+
+
+def ending_notes(
+    role: object, extra: Mapping[str, Any], vllm_s: float, several: bool, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Whether vLLM leaves a prefill instance the `shutdown_timeout` that it was given, in which its readers finish.
+
+    Args:
+        vllm_s: vLLM's own `--shutdown-timeout`.
+        several: whether vLLM's engine runs its workers in processes, which it ends.
+
+    Source: vLLM 0.32 and 0.33, `VllmConfig.shutdown_timeout`, `MultiprocExecutor._ensure_worker_termination`.
+    """
+    asked = extra.get("shutdown_timeout", 0)
+    if role == "kv_consumer":
+        return []
+    notes = []
+    if asked > vllm_s:
+        notes.append(
+            f"shutdown_timeout is {asked:g}, and vLLM's --shutdown-timeout {vllm_s:g}, after which it kills the engine "
+            "and what it has handed over: give that the longest answers and shutdown_timeout together"
+        )
+    return notes + (worker_notes(role, extra, environ) if several else [])
+
+
+def worker_notes(role: object, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """As `ending_notes`, of what the environment alone tells."""
+    asked, text = extra.get("shutdown_timeout", 0), environ.get(_WORKERS_END, "5")  # vLLM's default
+    if role == "kv_consumer" or not text.isdigit() or asked <= int(text):
+        return []
+    note = (
+        f"shutdown_timeout is {asked:g}, and {_WORKERS_END} {text}, after which vLLM ends workers that are processes "
+        "of their own, as several are: set it above shutdown_timeout"
+    )
+    return [note]
+
+
 def early_problems(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with the settings that vLLM has read from its command line."""
-    ours = list(entries_of(document))
+    ours = list(_placed(document))
     problems = _engine_id_problems(document) if ours else []
-    return problems + [problem for role, extra in ours for problem in setting_problems(role, extra)]
+    for place, role, extra, _ in ours:
+        problems += _at(place, setting_problems(role, extra))
+    return problems
 
 
 def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
     """Which ports are taken that these data-parallel engines are to listen at; the settings are good."""
-    known = tuple(engines)
-    return [problem for role, extra in entries_of(document) for problem in port_problems(role, extra, known)]
+    known, problems = tuple(engines), []
+    for place, role, extra, _ in _placed(document):
+        problems += _at(place, port_problems(role, extra, known))
+    return problems
 
 
 def is_ours(document: Mapping[str, Any]) -> bool:
@@ -118,9 +198,20 @@ def is_ours(document: Mapping[str, Any]) -> bool:
     return document.get("kv_connector") == CONNECTOR_NAME or packaged
 
 
+def _without_plugin(environ: Mapping[str, str]) -> str:
+    """How vLLM's plugins are chosen where ours is not among them; empty where it is."""
+    chosen = environ.get("VLLM_PLUGINS")
+    if chosen is None or PLUGIN in chosen.split(","):
+        return ""
+    return f"VLLM_PLUGINS is {chosen!r:.200}, without {PLUGIN}"
+
+
 def _engine_id_problems(document: Mapping[str, Any]) -> list[str]:
     """vLLM draws a name where none is given."""
     named = document.get("engine_id")
+    if isinstance(named, str) and ("$(" in named or "${" in named):
+        unset = f"engine_id is {named!r:.60}: nothing was put in the place of the variable"
+        return [f"{unset}; set it where this is read (of a pod in its env), or leave engine_id out"]
     if named is None or (isinstance(named, str) and 1 <= len(_RANK.sub("", named)) <= _ENGINE_ID):
         return []
     what = f"has {len(named)} characters" if isinstance(named, str) else f"is {named!r:.60}"
@@ -143,20 +234,40 @@ def _holds_ours(entry: object) -> bool:
     return isinstance(entry, Mapping) and is_ours(entry)
 
 
-def entries_of(document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """`kv_role` and `kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a
-    MultiConnector, which gives each connector those of its own entry."""
+def extras_of(document: Mapping[str, Any]) -> list[Any]:
+    """`kv_connector_extra_config` of each PDConnector in a configuration."""
+    return [entry.extra for entry in _placed(document)]
+
+
+class _Entry(NamedTuple):
+    """A PDConnector in a configuration: where it stands, its `kv_role` and its `kv_connector_extra_config`, and whether
+    it says where its class comes from."""
+
+    place: str
+    role: Any
+    extra: Any
+    by_path: bool
+
+
+def _placed(document: Mapping[str, Any], place: str = "") -> Iterator[_Entry]:
+    """Each PDConnector in a configuration, also beside others in a MultiConnector, which gives each connector the
+    settings of its own entry."""
     extra = document.get("kv_connector_extra_config")
     extra = {} if extra is None else extra
     if is_ours(document):
-        yield document.get("kv_role"), extra
+        yield _Entry(place, document.get("kv_role"), extra, bool(document.get("kv_connector_module_path")))
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
         connectors = extra.get("connectors")
-        for one in connectors if isinstance(connectors, list | tuple) else ():
+        for i, one in enumerate(connectors if isinstance(connectors, list | tuple) else ()):
             if isinstance(one, dict):
                 one.setdefault("kv_connector_extra_config", {})  # as vLLM reads it, so that the entry's own is yielded
             if isinstance(one, Mapping):
-                yield from entries_of(one)
+                yield from _placed(one, f"{place}connectors[{i}].")
+
+
+def _at(place: str, lines: Iterable[str]) -> list[str]:
+    """What is said of an entry, with where that stands."""
+    return [f"{place}{line}" for line in lines]
 
 
 def setting_problems(role: object, extra: object, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -179,7 +290,8 @@ def setting_problems(role: object, extra: object, environ: Mapping[str, str] = o
     def address() -> None:
         host, _ = config.side_channel(0, environ)
         if _listens(config, role):
-            require_private_address(host, keys_of(config), config.allow_unauthenticated_peers)
+            unproven = config.allow_unauthenticated_peers
+            require_private_address(host, keys_of(config), unproven, config.host_key(environ))
 
     return _said(
         lambda: registry.check(
@@ -203,7 +315,7 @@ def port_problems(
     known = tuple(engines)
 
     def listen(engine: int) -> None:
-        require_free(*config.side_channel(engine, environ))
+        require_free(*config.side_channel(engine, environ), config.host_key(environ))
 
     tries: list[Callable[[], object]] = [functools.partial(listen, engine) for engine in known]
     if role != "kv_consumer" and config.pushes and 0 in known:

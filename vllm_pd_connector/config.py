@@ -25,6 +25,7 @@ from vllm_pd_connector.transport import registry
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 DEFAULT_SIDE_CHANNEL_HOST = "127.0.0.1"
 DEFAULT_SIDE_CHANNEL_PORT = 5600
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")  # as `protocol.wire.fields.Host`
@@ -135,6 +136,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         so prefill instances of every mode are read from; prefill instances read what decode kept of a conversation."""
         return prefills or (decodes and (self.pushes or self.conversations))
 
+    def host_key(self, environ: Mapping[str, str] = os.environ) -> str:
+        """What errors call the side channel's host: with the variable that it comes from, where it does."""
+        told = self.side_channel_host is None and environ.get(HOST_VARIABLE)
+        return f"side_channel_host ({HOST_VARIABLE})" if told else "side_channel_host"
+
     def side_channel(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
         """Host and port at which this instance's scheduler half listens.
 
@@ -144,12 +150,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         host = self.side_channel_host
         if host is None:  # an empty one is refused: something that was to be put there is not known
-            host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or DEFAULT_SIDE_CHANNEL_HOST
+            host = environ.get(HOST_VARIABLE) or DEFAULT_SIDE_CHANNEL_HOST
         host = host.removeprefix("[").removesuffix("]")
         if not _HOST.fullmatch(host):
             raise InvalidConfig(
-                f"side_channel_host: {host!r:.80} is no address that others could be told; give a host's name or its "
-                "IPv4 or IPv6 address"
+                f"{self.host_key(environ)}: {host!r:.80} is no address that others could be told; give a host's name "
+                "or its IPv4 or IPv6 address"
             )
         variable = "VLLM_NIXL_SIDE_CHANNEL_PORT"
         base: int | str | None = self.side_channel_port
@@ -179,7 +185,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return settings
         if self.allow_unauthenticated_peers:
             settings.setdefault("allow_unauthenticated_peers", True)
-        told = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+        told = self.side_channel_host or environ.get(HOST_VARIABLE)
         if settings.keys() & {"address", "route_to"}:
             return settings
         if not told and self.pushes and not settings.get("allow_unauthenticated_peers"):
@@ -257,6 +263,36 @@ def _port(key: str, variable: str, base: int | str, data_parallel_index: int) ->
     if not 1 <= port <= 65535:
         raise InvalidConfig(f"{key} {base} + data-parallel index {data_parallel_index} = {port} is outside 1..65535")
     return port
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def expandable_segments(environ: Mapping[str, str]) -> str:
+    """The variable by which PyTorch has its expandable segments, whose memory moves; empty if it has none. The first
+    that is set is PyTorch's choice."""
+    name = next((name for name in _ALLOCATOR if environ.get(name)), _ALLOCATOR[0])
+    return name if "expandable_segments:True" in environ.get(name, "").replace(" ", "") else ""
+
+
+_SAME_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+
+
+def require_ids_of_their_own(environ: Mapping[str, str]) -> None:
+    """Refuse engines that take the ids of requests as they come. Behind the id that vLLM's server gives its engine puts
+    digits by chance: they tell a request from another of the same id, and what the server added from the client's part,
+    by which the legs of a request and the prompts of a batch know each other.
+
+    Raises:
+        InvalidConfig: the variable is set.
+
+    Source: vLLM 0.32, `InputProcessor.assign_request_id`.
+    """
+    if environ.get(_SAME_IDS, "0").strip().lstrip("0"):
+        raise InvalidConfig(
+            f"{_SAME_IDS} is {environ[_SAME_IDS]!r}: requests of one id would be taken for one another, as vLLM warns, "
+            "and the two legs of a request would not find each other; leave it out"
+        )
 
 
 _NO_HUGE_PAGES = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector import __version__
-from vllm_pd_connector.checks import setting_notes
+from vllm_pd_connector.checks import ending_notes, setting_notes
 from vllm_pd_connector.compat.base import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -101,7 +101,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
                     "looked at; use one of those, or try it before it serves",
                     *(release, " and ".join(sorted(facts.READ))),
                 )
-            for note in setting_notes(self._kv_transfer_config.kv_role, config):
+            said = self._kv_transfer_config.kv_role, self._kv_transfer_config.kv_connector_extra_config
+            several = vllm_config.parallel_config.distributed_executor_backend == "mp"
+            for note in (*setting_notes(*said), *ending_notes(*said, vllm_config.shutdown_timeout, several)):
                 logger.warning("%s", note)
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:

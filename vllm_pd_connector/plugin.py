@@ -39,6 +39,6 @@ def _ports(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
 
 
 def _extras(document: Mapping[str, Any]) -> list[Any]:
-    from vllm_pd_connector.checks import entries_of
+    from vllm_pd_connector.checks import extras_of
 
-    return [extra for _, extra in entries_of(document)]
+    return extras_of(document)

@@ -57,6 +57,7 @@ def test_what_the_kernel_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         "proc/sys/kernel/yama/ptrace_scope": "1",
         "proc/driver/nvidia/gpus/0000:01:00.0/information": "",
         "proc/modules": "nvidia 1 2 -\n",
+        "dev/infiniband/uverbs0": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -65,8 +66,9 @@ def test_what_the_kernel_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("vllm_pd_connector.cli.machine.resource.getrlimit", lambda _: (64 << 10, 64 << 10))
     found = {one.topic: one for one in findings(tmp_path)}
     assert found["network"].says == "eth0 (mtu 9000, 100000 Mb/s)"
-    assert found["RDMA"].says == "mlx5_0:1 (400 Gb/sec (4X NDR))"
+    assert found["RDMA"].state == "good" and found["RDMA"].says == "mlx5_0:1 (400 Gb/sec (4X NDR))"
     assert "RDMA, for mlx5_0:1" in found["UCX"].says
+    assert "for root alone the capability IPC_LOCK" in found["locked memory"].says
     assert found["/dev/shm"].state == "bad" and found["locked memory"].state == "bad"
     assert found["capabilities"].state == "note" and "CMA" in found["capabilities"].says
     assert found["GPU"].state == "note" and "nvidia_peermem is not loaded" in found["GPU"].says
@@ -78,6 +80,25 @@ def test_what_the_kernel_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [one.says for one in findings(tmp_path) if one.topic == "UCX"] == [
         "chooses among what UCX_TLS=tcp leaves it"
     ]
+
+
+@pytest.mark.parametrize("device", ["none", "closed"])
+def test_rdma_that_this_process_cannot_open_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """A container lists the host's devices without them."""
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE")
+    if device == "closed":
+        (tmp_path / "dev/infiniband").mkdir(parents=True)
+        (tmp_path / "dev/infiniband/uverbs0").write_text("")
+        monkeypatch.setattr("vllm_pd_connector.cli.machine.os.access", lambda *_: False)  # root may open all files
+    for key in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(key, raising=False)
+    found = {one.topic: one for one in findings(tmp_path)}
+    assert found["RDMA"].state == "bad" and "/dev/infiniband" in found["RDMA"].says
+    assert "TCP, for mlx5_0:1" in found["UCX"].says
 
 
 def nixl() -> Transport:

@@ -11,30 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support import ports
-from vllm_pd_connector.checks import document_notes, early_problems
+from tests.support.check_config import checked, several, transfer
+from vllm_pd_connector.checks import document_problems, early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.in_tree import CONNECTORS, KEYS, STORES, migrate
 
 ELSEWHERE = "203.0.113.9"
-
-
-def transfer(**extra: Any) -> dict[str, Any]:
-    return {"kv_connector": "PDConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
-
-
-def several(*connectors: Any) -> dict[str, Any]:
-    beside = {"connectors": connectors}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": beside}
-
-
-def checked(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    code = main(["check-config", json.dumps(document), "--json"])
-    problems = json.loads(capsys.readouterr().out)["problems"]
-    assert code == (Exit.REFUSED if problems else Exit.OK)
-    assert not any("\n" in problem for problem in problems)
-    return list(problems)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +59,8 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer() | {"engine_id": 5}, "engine_id is 5: it must be a string"),
         (transfer() | {"engine_id": ""}, "engine_id has 0 characters: it must be a string of 1 to 500"),
         (transfer() | {"engine_id": "x" * 501}, "engine_id has 501 characters: it must be a string of 1 to 500"),
+        (transfer() | {"engine_id": "$(POD_NAME)"}, "engine_id is '$(POD_NAME)': nothing was put in the place of the"),
+        (transfer() | {"engine_id": "p-${HOSTNAME}"}, "engine_id is 'p-${HOSTNAME}': nothing was put in the place of"),
         (transfer(side_channel_host=""), "side_channel_host: '' is no address that others could be told"),
         (transfer() | {"kv_connector_extra_config": None}, "kv_connector_extra_config is None: it must be an object"),
         (several({"kv_connector": "OffloadingConnector"}, transfer()), "PDConnector is number 2; name it first"),
@@ -101,73 +87,42 @@ def test_a_mistake_is_one_line(document: object, words: str, capsys: pytest.Capt
     assert [problem for problem in problems if words in problem], problems
 
 
-def noted(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(["check-config", json.dumps(document), "--json"]) == Exit.OK
-    return list(json.loads(capsys.readouterr().out)["notes"])
+@pytest.mark.parametrize("chosen", ["", "lora_resolver", "pd_connector,x"])
+@pytest.mark.parametrize("multi", [False, True])
+def test_plugins_without_ours_are_a_mistake(chosen: str, multi: bool) -> None:
+    own = transfer(side_channel_port=ports.free_port())
+    document = several(own) if multi else own
+    assert document_problems(document, {}) == []
+    found = document_problems(document, {"VLLM_PLUGINS": chosen})
+    words = f"VLLM_PLUGINS is {chosen!r}, without pd_connector, which makes PDConnector known to vLLM"
+    assert [problem.startswith(words) for problem in found] == [True] * ("pd_connector" not in chosen)
+
+
+def test_ids_of_requests_as_they_come_are_a_mistake_here_as_for_an_instance() -> None:
+    document = transfer(side_channel_port=ports.free_port())
+    assert document_problems(document, {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0"}) == []
+    [problem] = document_problems(document, {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"})
+    assert "requests of one id would be taken for one another" in problem
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("host", "extra", "words"),
     [
-        ("kv_buffer_device", "cpu", "no counterpart: bytes move between the caches where they lie"),
-        ("kv_port", 14579, "side_channel_port in kv_connector_extra_config"),
-        ("enable_permute_local_kv", True, "no counterpart: unequal layouts are converted"),
+        (ELSEWHERE, {}, f" {ELSEWHERE} can be reached from other hosts"),
+        (ELSEWHERE, {"allow_unauthenticated_peers": True}, f" {ELSEWHERE!r} is no address of this machine"),
+        ("a b", {}, ": 'a b' is no address that others could be told"),
+        ("127.0.0.1", {}, " or side_channel_port"),
     ],
 )
-def test_a_key_that_vllm_takes_and_that_does_nothing_here_is_noted(
-    key: str, value: object, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An instance starts with it."""
-    from vllm.config import KVTransferConfig
-
-    document = transfer() | {key: value}
-    KVTransferConfig(**document)
-    [note] = noted(document, capsys)
-    assert note.startswith(f"{key}: {words}")
-    assert main(["check-config", json.dumps(document)]) == Exit.OK
-    assert f"\nnote: {key}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_an_address_that_is_everybody_s_own_is_noted(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    document = transfer(side_channel_host=host, allow_unauthenticated_peers=True)
-    [note] = noted(document, capsys)
-    assert note.startswith(f"side_channel_host: other instances are told {host}, which is their own host")
-    assert noted(document | {"kv_role": "kv_consumer"}, capsys) == []
-    assert noted(transfer(), capsys) == []
-
-
-@pytest.mark.parametrize(
-    ("role", "mode", "host", "told"),
-    [
-        ("kv_producer", "pull", None, True),
-        ("kv_producer", "pull", "::1", True),
-        ("kv_consumer", "push", None, True),
-        ("kv_consumer", "pull", None, False),
-        ("kv_producer", "pull", "10.0.0.7", False),
-    ],
-)
-def test_an_address_that_this_host_alone_reaches_is_noted_where_others_are_to_come(
-    role: str, mode: str, host: str | None, told: bool
-) -> None:
-    extra = {"mode": mode} | ({} if host is None else {"side_channel_host": host})
-    document = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
-    assert document_notes(document, {}) == []
-    extra["allow_unauthenticated_peers"] = True
-    notes = document_notes(document, {})
-    words = f"side_channel_host: other instances are told {host or '127.0.0.1'}, where one on another host asks itself"
-    assert [note.startswith(words) for note in notes] == [True] * told
-
-
-@pytest.mark.parametrize(
-    ("role", "mode", "told"),
-    [("kv_producer", "pull", True), ("kv_consumer", "push", True), ("kv_both", "auto", False)],
-)
-def test_a_bootstrap_port_at_which_nobody_answers_is_noted(role: str, mode: str, told: bool) -> None:
-    document = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": {"mode": mode}}
-    assert document_notes(document, {}) == []
-    notes = document_notes(document, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "8998"})
-    assert [note.startswith("bootstrap_port: nobody will answer at 8998") for note in notes] == [True] * told
+def test_a_host_of_the_environment_is_told_with_its_variable(host: str, extra: dict[str, Any], words: str) -> None:
+    """Launch scripts set it, and the configuration has no such key."""
+    name = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        extra = extra | {"side_channel_port": taken.getsockname()[1]}
+        [of_environment] = document_problems(transfer(**extra), {name: host})
+        [of_key] = document_problems(transfer(side_channel_host=host, **extra), {name: "elsewhere"})
+    assert f"side_channel_host ({name}){words}" in of_environment
+    assert f"side_channel_host{words}" in of_key
 
 
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +143,10 @@ def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_beside_other_connectors_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     document = several(transfer(mode="x"), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"})
     [problem] = checked(document, capsys)
-    assert "mode is 'x'" in problem
+    assert problem == "connectors[0].kv_connector_extra_config: mode is 'x': it must be one of pull, push, auto"
+    [problem] = checked(several({"kv_connector": "PDConnector"}), capsys)
+    assert problem.startswith("connectors[0].kv_role is None"), "not the MultiConnector's own"
+    assert early_problems(document)[0].startswith("connectors[0].kv_connector_extra_config: mode is 'x'")
 
 
 @pytest.mark.parametrize("transport", ["nixl", "mooncake"])

@@ -100,6 +100,8 @@ def test_what_cannot_be_served_is_told_before_an_engine_starts(ours: bool, monke
 def test_a_name_that_messages_cannot_hold_is_refused() -> None:
     with pytest.raises(RefusedStart, match="engine_id has 501 characters: it must be a string of 1 to 500"):
         KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id="x" * 501)
+    with pytest.raises(RefusedStart, match=r"engine_id is '\$\(POD_NAME\)': nothing was put in the place"):
+        KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id="$(POD_NAME)")
     for named in ("x" * 500, f"{'x' * 500}_dp17"):  # as vLLM names the engines of data parallelism
         KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both", engine_id=named)
     KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", engine_id="x" * 501)

@@ -183,7 +183,9 @@ def test_the_hook_that_tells_the_router_holds_nobody_up(tmp_path: Path) -> None:
     while not told.exists():
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert '{"url": "http://10.1.2.3:8000"}' in told.read_text().splitlines()
+    words = told.read_text().splitlines()
+    assert '{"url": "http://10.1.2.3:8000"}' in words
+    assert words[:2] == ["--noproxy", "*"], "a proxy of the environment knows nothing of the cluster's names"
 
 
 def test_a_recipe_is_for_a_prefill_a_decode_instance_and_a_router() -> None:

@@ -92,6 +92,15 @@ def test_another_life_does_not_answer_for_what_the_last_one_was_asked(server, cl
     assert ask(client, server, asked).code is m.FailureCode.FOREIGN_ENGINE
 
 
+def test_a_decode_instance_that_asks_one_in_mode_pull_to_write_is_told_what_to_set(server, client):
+    home = pm.InstanceAddress("d", "d" * 32, "127.0.0.1", 1)
+    asked = pm.PushInto(pm.PrefillRef("cmpl-1", None), home, 0, 0, 0, 0, 1, B, (), 0, 1, "0" * 16)
+    reply = ask(client, server, asked)
+    assert reply.state is pm.PushState.FAILED and reply.terminal, "nothing was begun that could still write"
+    assert "mode: pull on the prefill instance" in reply.reason and "on this decode instance" in reply.reason
+    assert "set mode push or auto there, or pull here" in reply.reason
+
+
 def test_a_lease_is_renewed_read_confirmed_and_freed(server, client):
     server.hold("req", A, 60.0)
     assert ask(client, server, m.Renew((READING, Reading("other", A, B)))) == m.Renewed(("other",))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_pd_connector import __version__
-from vllm_pd_connector.arguments import base_url, seconds
+from vllm_pd_connector.arguments import base_url, http_address, seconds
 from vllm_pd_connector.cli.doctor import doctor
 from vllm_pd_connector.cli.explain import explain, manifest
 from vllm_pd_connector.cli.keygen import keygen
@@ -81,7 +81,12 @@ def _router(words: Sequence[str]) -> int:
     return run_router(words)
 
 
-def announce(router: Address, urls: Urls) -> Exit:
+def announce(
+    router: Address,
+    urls: Annotated[
+        list[str], typer.Argument(parser=taken(http_address), metavar="URL...", help="http://host:port of an instance")
+    ],
+) -> Exit:
     """Tell vLLM's router, in its discovery mode (--vllm-discovery-address ROUTER), which instances there are."""
     from vllm_pd_connector.proxy.commands.announce import announce as announce_all
 

@@ -47,8 +47,10 @@ def findings(root: Path = Path("/")) -> Iterator[Finding]:
     """Of this machine; `root` is where its `proc`, `sys` and `dev` are."""
     yield from _software()
     rdma = list(_active_rdma(root / "sys/class/infiniband"))
-    yield from _networks(root / "sys/class/net", rdma)
-    yield _ways(rdma)
+    opens = any(os.access(one, os.R_OK | os.W_OK) for one in (root / "dev/infiniband").glob("uverbs*"))
+    yield _network(root / "sys/class/net")
+    yield _rdma(rdma, opens)
+    yield _ways(rdma, opens)
     yield _shared_memory(root / "dev/shm")
     yield from _rights(root / "proc", bool(rdma))
     yield _gpus(root / "proc", bool(rdma))
@@ -81,22 +83,36 @@ def _active_rdma(devices: Path) -> Iterator[str]:
             yield f"{port.parent.parent.name}:{port.name} ({_read(port / 'rate')})"
 
 
-def _networks(interfaces: Path, rdma: list[str]) -> Iterator[Finding]:
+def _network(interfaces: Path) -> Finding:
     up = []
     for one in sorted(interfaces.iterdir()) if interfaces.is_dir() else ():
         if one.name != "lo" and _read(one / "operstate") in ("up", "unknown"):
             speed = _read(one / "speed")
             known = f", {speed} Mb/s" if speed.isdigit() else ""
             up.append(f"{one.name} (mtu {_read(one / 'mtu')}{known})")
-    yield Finding("network", "good" if up else "note", ", ".join(up) or "no interface is up but loopback")
-    yield Finding("RDMA", "good" if rdma else "note", ", ".join(rdma) or "no device has an active port")
+    return Finding("network", "good" if up else "note", ", ".join(up) or "no interface is up but loopback")
 
 
-def _ways(rdma: list[str]) -> Finding:
+def _rdma(rdma: list[str], opens: bool) -> Finding:
+    """A container sees the kernel's list of devices whether it may open one or not."""
+    if not rdma:
+        return Finding("RDMA", "note", "no device has an active port")
+    if not opens:
+        says = (
+            f"{', '.join(rdma)}, and this process may not read and write a /dev/infiniband/uverbs*: UCX takes TCP; "
+            "docker: --device /dev/infiniband, Kubernetes: the device plugin's resource, else: the device's group"
+        )
+        return Finding("RDMA", "bad", says)
+    return Finding("RDMA", "good", ", ".join(rdma))
+
+
+def _ways(rdma: list[str], opens: bool) -> Finding:
     given = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key in ("UCX_TLS", "UCX_NET_DEVICES")]
     if given:
         return Finding("UCX", "note", f"chooses among what {' and '.join(given)} leaves it")
-    between = f"RDMA, for {rdma[0]} is active" if rdma else "TCP, for there is no RDMA"
+    between = "TCP, for there is no RDMA"
+    if rdma:
+        between = f"RDMA, for {rdma[0]} is active" if opens else f"TCP, for {rdma[0]} cannot be opened"
     return Finding("UCX", "good", f"on one host shared memory, between hosts {between}")
 
 
@@ -127,7 +143,8 @@ def _rights(proc: Path, rdma: bool) -> Iterator[Finding]:
     if locks or not rdma:
         yield Finding("locked memory", "good", f"{text}{'' if rdma else ', which only RDMA asks for'}")
     else:
-        yield Finding("locked memory", "bad", f"{text}: RDMA locks the caches; ulimit -l unlimited, or IPC_LOCK")
+        what = "ulimit -l unlimited (docker: --ulimit memlock=-1), or for root alone the capability IPC_LOCK"
+        yield Finding("locked memory", "bad", f"{text}: RDMA locks the caches; {what}")
 
 
 def _gpus(proc: Path, rdma: bool) -> Finding:
@@ -146,7 +163,7 @@ def _gpus(proc: Path, rdma: bool) -> Finding:
 def _port() -> Finding:
     try:
         host, port = Config().side_channel(0)
-        require_free(host, port)
+        require_free(host, port, Config().host_key())
     except InvalidConfig as error:
         return Finding("ports", "note", str(error))
     return Finding("ports", "good", f"the side channel's, {host}:{port}, is free")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ def check_config(document: Document, json: Json = False) -> Exit:
     """Check a configuration, as an instance does before it loads its model."""
     read = _read(document)
     problems = document_problems(read)
-    notes = [] if problems else document_notes(read)
+    notes = [] if problems else [*_of_environment(), *document_notes(read)]
     if json:
         emit_json("check-config", {"good": not problems, "problems": problems, "notes": notes})
     else:
@@ -34,6 +35,13 @@ def check_config(document: Document, json: Json = False) -> Exit:
         for note in notes:
             emit(f"note: {note}")
     return Exit.REFUSED if problems else Exit.OK
+
+
+def _of_environment() -> list[str]:
+    if find_spec("vllm") is not None:
+        return []
+    here = f"vLLM is not installed in {sys.prefix}, where this command is"
+    return [f"{here}: an instance needs vllm_pd_connector in vLLM's own environment; ask there"]
 
 
 def migrate(document: Document, json: Json = False) -> Exit:

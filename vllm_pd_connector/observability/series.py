@@ -24,7 +24,7 @@ from vllm_pd_connector.observability.stats import BY_PEER, BY_REASON, REASONS, P
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 
 _PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-                  30.0, 60.0, 120.0, 300.0)  # fmt: skip
+                  30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)  # fmt: skip
 
 _SERIES_OF_COUNTS = {
     "bytes": ("vllm:pd_received_bytes", "Bytes that came from prefill instances, summed over ranks."),

@@ -33,6 +33,8 @@ from vllm_pd_connector.proxy.instance import (
     Wait,
     contradiction,
     is_our_own,
+    lacking,
+    unlike_modes,
 )
 from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes
 from vllm_pd_connector.proxy.kv_events.subscriber import Subscriptions, source_of
@@ -83,6 +85,7 @@ class Fleet:
         self._known = KnownPrefixes()
         self._subscriptions = None if kv_events is None else Subscriptions(self._known, self._show_known)
         self._session: aiohttp.ClientSession | None = None
+        self._warned: set[str] = set()
         self._wake = asyncio.Event()
         self.changed = asyncio.Event()
 
@@ -144,7 +147,8 @@ class Fleet:
         others.sort(key=lambda i: i.seen_at == math.inf)  # who was never there says the least
         named = [f"{i.url}: {i.state}, {i.why}" for i in others[:MAX_REASONS]]
         more = [f"and {len(others) - len(named)} more"] if len(others) > len(named) else []
-        return "; ".join(named + more) or "there is none"
+        why = lacking(role, self._instances.values())
+        return "; ".join(named + more) or f"there is none{why and ': '}{why}"
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
@@ -278,6 +282,17 @@ class Fleet:
             self._set(instance, InstanceState.WRONG, wrong)
         else:
             self._set(instance, InstanceState.UP, "healthy")
+        if not fresh:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say once of what instances are that no request gets over, and again where it was mended meanwhile."""
+        instances = self._instances.values()
+        none = ((role, lacking(role, instances)) for role in InstanceRole)
+        found = {f"no {role} instance: {why}" for role, why in none if why} | ({unlike_modes(instances)} - {""})
+        for text in sorted(found - self._warned):
+            logger.warning("%s", text)
+        self._warned = found
 
     def _is_lost(self, instance: Instance) -> bool:
         """With none that passes its checks it may be the router that is cut off; who never passed may be loading."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from vllm_pd_connector.instance_info import EngineInfo
 
@@ -226,3 +226,33 @@ def contradiction(instance: Instance) -> str:
     if any(instance.asked not in SAYS[role] for role in said):
         return f"added as {instance.asked}, but its kv_role is {', '.join(sorted(said))}"
     return ""
+
+
+def lacking(role: InstanceRole, instances: Iterable[Instance]) -> str:
+    """Why none of these instances is there for a role, all of which say theirs; empty if one may be."""
+    said: set[str] = set()
+    for instance in instances:
+        if instance.does(role) or not instance.engines:
+            return ""
+        said.update(engine.role for engine in instance.engines.values())
+    if not said:
+        return ""
+    wanted = " or ".join(sorted(name for name, roles in SAYS.items() if role in roles))
+    return f"those that are there are {', '.join(sorted(said))}; start one with kv_role {wanted}"
+
+
+def unlike_modes(instances: Iterable[Instance]) -> str:
+    """Which decode instance asks which prefill instance to write, and that one does not; empty if none."""
+    known = [one for one in instances if one.state in (InstanceState.UP, InstanceState.DOWN)]
+
+    def first(role: InstanceRole, mode: str) -> Instance | None:
+        fits = (one for one in known if one.does(role) and any(e.mode == mode for e in one.engines.values()))
+        return next(fits, None)
+
+    prefill, decode = first(InstanceRole.PREFILL, "pull"), first(InstanceRole.DECODE, "push")
+    if prefill is None or decode is None:
+        return ""
+    return (
+        f"mode: pull on prefill instance {prefill.url}, push on decode instance {decode.url}: requests that go to both "
+        "fail; set mode push or auto on the first, or pull on the second"
+    )

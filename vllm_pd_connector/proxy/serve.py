@@ -82,7 +82,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="where it listens (default: 127.0.0.1, this host alone; 0.0.0.0: everywhere)",
+        help="where it listens (default: 127.0.0.1, this host alone; 0.0.0.0: all IPv4 addresses, ::: all IPv6 ones)",
     )
     parser.add_argument("--port", type=listening_port, default=8000)
     parser.add_argument("--admin-host", default="127.0.0.1", help="where operators' routes listen")

@@ -78,7 +78,7 @@ class Producer:
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
         self._keys, self._secret = keys_of(config), config.secret()
         if self._serves:
-            require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
+            require_private_address(self._host, self._keys, config.allow_unauthenticated_peers, config.host_key())
         self._parallel = parallel
         self._answers = Answers(config, vllm_config, self._engine_id, (self._host, self._port), self._keys, epochs)
         self._first_engine, self._rank = facts.first_engine(vllm_config), facts.rank_for_routers(vllm_config)

@@ -7,7 +7,7 @@ the other, so that blocks are given back when both are done with them.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 Offer = tuple[str, "tuple[BlockTable, ...]", int, bool]
 """What a step completes of a prefill: its request id, then `source`, `ready` and `whole` of `PushTable.progressed`. No
 class of its own: to make one takes ten times as long, and a step may have many."""
+
+
+_DOES_NOT_WRITE: Final = (
+    "mode: pull on the prefill instance (or its kv_role is kv_consumer), push or auto on this decode instance, which "
+    "asks it to write: set mode push or auto there, or pull here"
+)
 
 
 class PushService:
@@ -183,8 +189,7 @@ class PushService:
         if self._table is None:
             if isinstance(request, pm.DeclinePush | pm.KeepPrefills):
                 return Ack()
-            here = "this instance does not push: start it as kv_producer with mode push, or both sides with mode pull"
-            return pm.Pushed(pm.PushState.FAILED, here, True)
+            return pm.Pushed(pm.PushState.FAILED, _DOES_NOT_WRITE, True)
         match request:
             case pm.PushInto():
                 if (lease := self._table.register(request, ticket, now)) is not None:

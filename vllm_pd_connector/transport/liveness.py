@@ -178,8 +178,7 @@ class LivenessHub:
         self._name = name
         self._silence_s = silence_s
         self._lost = lost
-        self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(self._family, socket.SOCK_STREAM)
+        self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         try:
             self._listener.bind((address, 0))
             self._listener.listen(1024)
@@ -215,7 +214,7 @@ class LivenessHub:
                 here, or this hub is closed.
         """
         try:
-            made = socket.socket(self._family, socket.SOCK_STREAM)
+            made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:
             raise TransferError(f"no connection to {peer} can be made: {error.strerror}", retryable=True) from error
         made.setblocking(False)
@@ -224,7 +223,7 @@ class LivenessHub:
         link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made, asks=peer.startswith(SAYS))
         try:
             failure = made.connect_ex((address, port))
-        except (OSError, OverflowError) as error:  # no address here: of another version of IP, or no port
+        except (OSError, OverflowError) as error:  # no address here, or no port
             made.close()
             raise TransferError(f"{peer} cannot be dialled at {address} port {port}: {error}") from error
         if failure in _OURS:

@@ -56,9 +56,14 @@ def test_a_router_with_an_ipv6_address_hears_of_them() -> None:
         (["router", "http://10.0.0.7:8100"], "'router' is not an address; give host:port"),
         (["router:x", "http://10.0.0.7:8100"], "'router:x' is not an address"),
         (["router:30001", "10.0.0.7:8100"], "'10.0.0.7:8100' is not a base URL; give http://host:port"),
+        (["router:30001", "https://10.0.0.7:8100"], "'https://10.0.0.7:8100': vLLM's router takes host:port of plain"),
+        (["router:30001", "http://10.0.0.7:8100/v1"], "'http://10.0.0.7:8100/v1': vLLM's router takes host:port of"),
+        (["router:30001", "http://10.0.0.7"], "'http://10.0.0.7': vLLM's router takes host:port of plain HTTP alone"),
     ],
 )
-def test_an_address_that_is_none_is_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_none_is_told_and_one_that_a_message_would_cut(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["announce", *words]) == 2
     assert message in capsys.readouterr().err
 

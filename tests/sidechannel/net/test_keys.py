@@ -77,6 +77,18 @@ def test_a_client_that_the_server_does_not_know_gets_no_answer(server, prefill, 
     assert not server.counts()
 
 
+def test_the_log_says_which_key_is_not_let_in_and_what_to_do_once_a_minute(prefill, decode, tmp_path, caplog):
+    now = [0.0]
+    admission = k.Admission(k.load_keys(prefill.directory), clock=lambda: now[0])
+    strangers = [keys_for(tmp_path, name, decode.directory / "decode.key").public for name in ("one", "two")]
+    for now[0], key, told in ((0.0, strangers[0], 1), (59.0, strangers[1], 1), (60.0, strangers[1], 2)):
+        assert not admission.callback(k.ZAP_DOMAIN, key.encode())
+        assert len(caplog.messages) == told
+    assert admission.callback(k.ZAP_DOMAIN, decode.public.encode())
+    assert [key in line for key, line in zip(strangers, caplog.messages, strict=True)] == [True, True]
+    assert f"its *.key is not in {prefill.directory}" in caplog.text and "start this instance again" in caplog.text
+
+
 def test_a_client_without_keys_gets_no_answer(server):
     assert isinstance(ask(None, server.port, None, SILENCE_S), DeadlineExceeded)
     assert not server.counts()

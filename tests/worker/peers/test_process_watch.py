@@ -218,7 +218,14 @@ def test_a_lost_line_wakes_who_waits(worker):
         assert looked(watch).closed
 
 
-@pytest.mark.parametrize("address", ["::1", "nowhere"])
+def test_a_worker_at_an_address_of_the_other_version_of_ip_is_watched(mine):
+    with closing(ProcessWatches(ipaddress.ip_address("::1"), lambda: None)) as other:
+        for watching, watched_one in ((mine, other), (other, mine)):
+            watch = watching.watch(watched_one.own, time.monotonic())
+            until(lambda watch=watch: looked(watch).here, "the line")
+
+
+@pytest.mark.parametrize("address", ["fe80::1%nosuch", "nowhere"])
 def test_an_address_that_cannot_be_dialled_is_told_and_no_end(mine, address):
     watch = mine.watch(LivenessAddress(address, 1, "worker"), time.monotonic())
     assert watch.lost and not watch.over and address in str(watch)

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.model.facts import vllm_version
+from vllm_pd_connector.config import expandable_segments, require_ids_of_their_own
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm_pd_connector.compat.types import VllmConfig
-
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def require_served(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -60,9 +58,8 @@ def require_lasting_memory(config: VllmConfig, environ: Mapping[str, str]) -> No
     Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`, `device_allocator/alloc_conf.py`;
     0.33 asks `supports_sleep_mode` and calls `unregister_kv_caches` and `restore_kv_caches`.
     """
-    name = next((name for name in _ALLOCATOR if environ.get(name)), _ALLOCATOR[0])  # the first is PyTorch's choice
-    expandable = "expandable_segments:True" in environ.get(name, "").replace(" ", "")
-    if expandable and not config.model_config.enable_cumem_allocator:  # which has a pool without them for the caches
+    name = expandable_segments(environ)
+    if name and not config.model_config.enable_cumem_allocator:  # which has a pool without them for the caches
         raise InvalidConfig(
             f"{name}: expandable_segments:True lets the caches' memory move while transports have it "
             "registered, as vLLM says of PYTORCH_CUDA_ALLOC_CONF; leave it out, or serve with --enable-cumem-allocator"
@@ -132,26 +129,6 @@ def require_steps_that_succeed(config: VllmConfig) -> None:
         raise InvalidConfig(
             "enable_fault_tolerance: an engine that goes on after a step has failed has lost what that step was to "
             "tell of receives, and would keep their blocks for good; serve without --enable-fault-tolerance"
-        )
-
-
-_SAME_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
-
-
-def require_ids_of_their_own(environ: Mapping[str, str]) -> None:
-    """Refuse engines that take the ids of requests as they come. Behind the id that vLLM's server gives its engine puts
-    digits by chance: they tell a request from another of the same id, and what the server added from the client's part,
-    by which the legs of a request and the prompts of a batch know each other.
-
-    Raises:
-        InvalidConfig: the variable is set.
-
-    Source: vLLM 0.32, `InputProcessor.assign_request_id`.
-    """
-    if environ.get(_SAME_IDS, "0").strip().lstrip("0"):
-        raise InvalidConfig(
-            f"{_SAME_IDS} is {environ[_SAME_IDS]!r}: requests of one id would be taken for one another, as vLLM warns, "
-            "and the two legs of a request would not find each other; leave it out"
         )
 
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
+import math
 import os
 import re
 import secrets
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import zmq
 import zmq.auth
@@ -28,10 +31,13 @@ import zmq.auth
 from vllm_pd_connector.errors import InvalidConfig, UnauthenticatedPeer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm_pd_connector.config import Config
 
+logger = logging.getLogger(__name__)
+
+TELL_S: Final = 60.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ZAP_DOMAIN = "pd"  # under which a server's socket asks its context's authenticator
 
@@ -53,14 +59,26 @@ class Keys:
 
 class Admission:
     """Whom an authenticator lets in: the peers, and this instance's own workers, whether its own public key lies among
-    theirs or not."""
+    theirs or not. A client that is not let in learns nothing and waits; the log here says now and then which key it
+    has."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, clock: Callable[[], float] = time.monotonic) -> None:
         self._known = keys.peers | {keys.public}
+        self._directory, self._clock, self._told_at = keys.directory, clock, -math.inf
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Source: pyzmq, `Authenticator.configure_curve_callback`."""
-        return key.decode("ascii") in self._known
+        text = key.decode("ascii")
+        if text in self._known:
+            return True
+        if (now := self._clock()) - self._told_at >= TELL_S:
+            self._told_at = now
+            logger.warning(
+                "side channel: a client with key %s is not let in: its *.key is not in %s; if it is a peer, copy it "
+                "there and start this instance again, since keys are read at the start (others are silent for %g s)",
+                *(text, self._directory, TELL_S),
+            )
+        return False
 
 
 def proved_key(part: zmq.Frame) -> str:
@@ -241,15 +259,17 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def require_private_address(host: str, keys: Keys | None, allow_unauthenticated: bool) -> None:
-    """Refuse to listen where unauthenticated peers reach us.
+def require_private_address(
+    host: str, keys: Keys | None, allow_unauthenticated: bool, key: str = "side_channel_host"
+) -> None:
+    """Refuse to listen where unauthenticated peers reach us; `key` is what messages call the host (`Config.host_key`).
 
     Raises:
         InvalidConfig: `host` is not loopback and there are no keys.
     """
     if keys is None and not allow_unauthenticated and not is_loopback(host):
         raise InvalidConfig(
-            f"side_channel_host {host} can be reached from other hosts, and side_channel_keys is not set: {_ADVICE}"
+            f"{key} {host} can be reached from other hosts, and side_channel_keys is not set: {_ADVICE}"
         )
 
 

@@ -77,8 +77,9 @@ def bound_router(
     return socket
 
 
-def require_free(host: str, port: int) -> None:
-    """Listen as a server would, and stop at once; port 0 asks for the host alone.
+def require_free(host: str, port: int, key: str = "side_channel_host") -> None:
+    """Listen as a server would, and stop at once; port 0 asks for the host alone. `key` is what messages call the host
+    (`Config.host_key`).
 
     Raises:
         InvalidConfig: the address cannot be bound.
@@ -87,22 +88,23 @@ def require_free(host: str, port: int) -> None:
         socket = context.socket(zmq.ROUTER)
         _common(socket)
         socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(host) else 1)
-        _bind(socket, host, port)
+        _bind(socket, host, port, key)
         socket.close()
 
 
-def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
+def _bind(socket: zmq.Socket[bytes], host: str, port: int, key: str = "side_channel_host") -> None:
     try:
         socket.bind(endpoint(host, port))
     except zmq.ZMQError as error:
         socket.close()
         if error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL):
             raise InvalidConfig(
-                f"side channel: side_channel_host {host!r} is no address of this machine; choose one of those that "
+                f"side channel: {key} {host!r} is no address of this machine; choose one of those that "
                 "`ip address` lists"
             ) from error
         raise InvalidConfig(
-            f"side channel: cannot listen on host {host!r} port {port}: {error}; choose another host or port"
+            f"side channel: cannot listen on host {host!r} port {port}: {error}; choose another {key} or "
+            "side_channel_port"
         ) from error
 
 

@@ -151,7 +151,6 @@ class ProcessWatches:
     """
 
     def __init__(self, address: Address, wake: Callable[[], None]) -> None:
-        self._address = address
         name = f"{SAYS}{secrets.token_hex(16)}"
         self._wake, self._lost = wake, False
         self._hub = LivenessHub(str(address), name, lost=self._hear)
@@ -206,8 +205,6 @@ class ProcessWatches:
             address = ipaddress.ip_address(life.address)
         except ValueError:
             raise TransferError(f"{life.address[:80]!r} is no IP address") from None
-        if address.version != self._address.version:
-            raise TransferError(f"address: {self._address} here, {address} there, of another version of IP")
         return self._hub.dial(str(address), life.port, life.name, DIAL_S, wait_ms=0)
 
 
