@@ -149,7 +149,7 @@ MEMBERS = (
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
         "kv_events_config aux_output_config lora_config scheduler_config ec_transfer_config "
-        "num_prefill_lookahead_tokens max_concurrent_batches __post_init__",
+        "num_prefill_lookahead_tokens max_concurrent_batches shutdown_timeout __post_init__",
     ),
     _members(
         "vllm.config.model:ModelConfig",
