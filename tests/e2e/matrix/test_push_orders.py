@@ -181,6 +181,7 @@ def test_a_prefill_that_never_comes_fails_the_decode_in_time(pair: Cluster) -> N
         both.decode().result()
 
 
+@pytest.mark.unfetched
 @over(ORDER_ROWS)
 def test_a_lease_that_ended_is_not_written_from(pair: Cluster) -> None:
     with legs(pair, 400) as both:
@@ -206,6 +207,7 @@ def test_two_decode_legs_with_one_name_never_share_a_prefill(pair: Cluster) -> N
         assert right == 1
 
 
+@pytest.mark.unfetched
 @over(ORDER_ROWS)
 def test_another_prompt_under_the_same_name_is_refused(pair: Cluster) -> None:
     with legs(pair, 400) as both:
