@@ -62,7 +62,7 @@ def test_an_instance_answers_a_request_of_which_it_gets_both_legs(pairs: Pairs) 
         for _ in range(2):
             assert _decode(alone, prompt, _prefill(alone, prompt)) == plain
         until(lambda: series(alone, "pd_leases") == 0, "the leases are given back")
-        assert series(alone, "pd_receives_total") == 2 and series(alone, "pd_leases_expired_total") == 0
+        assert series(alone, "pd_leases_expired_total") == 0
     finally:
         pairs.servers.stop(alone)
 
