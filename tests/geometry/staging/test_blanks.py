@@ -73,7 +73,7 @@ def slots(worker: Worker, move: Move) -> set[int]:
     for group, blocks in zip(token_groups(move.model, move.destination), move.destination_tables, strict=False):
         ids = blocks.ids[blocks.ids != NULL_BLOCK]
         rows = (ids[:, None] * group.ratio + np.arange(group.ratio)).ravel()
-        pages |= {f"layers.{layer}.attn": rows for layer in group.layers}
+        pages |= dict.fromkeys(group.names, rows)
     for (layer, role), index in worker.where.items():
         rows = move.destination_tables[-1].ids[-1:] if role in STATE_ROLES else pages[layer]
         found.update(index[rows].ravel().tolist())

@@ -29,6 +29,7 @@ def sides(layouts: tuple[str, ...], heads: int) -> st.SearchStrategy[Side]:
         window_slots=st.sampled_from([0, 2, 3, 4, 5, 6]),
         window_ratio=st.integers(1, 3),
         window_first=st.booleans(),
+        apart=st.sampled_from([False, False, True]),
     ).map(finish)
 
 

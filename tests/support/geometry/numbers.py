@@ -65,7 +65,7 @@ def write(
     places: dict[str, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = {}
     for group, table in zip(token_groups(model, side), tables, strict=False):  # behind them is the states'
         found = _places(side, worker, group, table, max(start, late) if group.window else start, stop)
-        places |= {f"layers.{layer}.attn": found for layer in group.layers}
+        places |= dict.fromkeys(group.names, found)
     for (layer, role), index in worker.where.items():
         if layers is not None and layer not in layers:
             continue

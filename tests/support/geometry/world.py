@@ -8,7 +8,7 @@ round, from strides through the codecs, as the connector does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import lcm, prod
 
@@ -62,7 +62,7 @@ class Model:
 @dataclass(frozen=True)
 class Side:
     """How one side lays it out. The window's blocks have `window_slots` and pages of their own, or (0) those of full
-    attention; their group comes last, or first."""
+    attention; their group comes last, or first. Layers of one kind are one group, or each is one `apart`."""
 
     tp: int = 1
     pp: int = 1
@@ -78,6 +78,7 @@ class Side:
     window_slots: int = 0
     window_ratio: int = 1
     window_first: bool = False
+    apart: bool = False
 
     @property
     def slots(self) -> int:
@@ -96,6 +97,10 @@ class TokenGroup:
     ranks: int
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"layers.{layer}.attn" for layer in self.layers)
+
+    @property
     def block_tokens(self) -> int:
         return self.slots * self.ranks
 
@@ -106,15 +111,17 @@ class TokenGroup:
 
 def token_groups(model: Model, side: Side) -> list[TokenGroup]:
     """In the order of the manifest, where a group of states follows them. vLLM shares no window's tokens out."""
-    full = TokenGroup(model.full if model.window else tuple(range(model.layers)), 0, side.slots, side.ratio, side.dcp)
-    if not model.window:
-        return [full]
-    others = tuple(layer for layer in range(model.layers) if layer not in model.full)
+    windowed = tuple(layer for layer in range(model.layers) if model.window and layer not in model.full)
+    full = tuple(layer for layer in range(model.layers) if layer not in windowed)
     slots, ratio = (side.window_slots, side.window_ratio) if side.window_slots else (side.slots, side.ratio)
-    windowed = TokenGroup(others, model.window, slots, ratio, ranks=1)
-    if not model.full:
-        return [windowed]
-    return [windowed, full] if side.window_first else [full, windowed]
+    groups = [
+        TokenGroup(full, 0, side.slots, side.ratio, side.dcp),
+        TokenGroup(windowed, model.window, slots, ratio, ranks=1),
+    ]
+    ordered = [group for group in (groups[::-1] if side.window_first else groups) if group.layers]
+    if side.apart:
+        return [replace(group, layers=(layer,)) for group in ordered for layer in group.layers]
+    return ordered
 
 
 @dataclass
@@ -172,8 +179,7 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
         kind = GroupKind.SLIDING_WINDOW if group.window else GroupKind.FULL
         shared = WHOLE if group.ranks == 1 else share
         groups.append(Group(kind, group.block_tokens, side.num_blocks, group.window, shared))
-        for i, layer in enumerate(stage(model, side, pp_rank, group.layers)):
-            name = f"layers.{layer}.attn"
+        for i, name in enumerate(replace(group, layers=stage(model, side, pp_rank, group.layers)).names):
             tensors += _tensors(model, side, pages, number, name, i, heads)
             where |= {(name, role): index for role, index in _index(model, side, pages, i).items()}
     states, where_states, state_heads = _states(model, side, pp_rank, tp_rank, every[0])
@@ -202,9 +208,9 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
     return Worker(manifest, memory, where | where_states, heads, state_heads)
 
 
-def stage(model: Model, side: Side, pp_rank: int, layers: Iterable[int]) -> list[int]:
+def stage(model: Model, side: Side, pp_rank: int, layers: Iterable[int]) -> tuple[int, ...]:
     """Those of the layers that a pipeline stage has."""
-    return [layer for layer in layers if layer * side.pp // model.layers == pp_rank]
+    return tuple(layer for layer in layers if layer * side.pp // model.layers == pp_rank)
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,7 @@ def test_a_push_by_way_of_the_staging_buffer_or_in_waves_writes_what_a_direct_on
         own = belonging(move, old, 0, 0)  # states
         for group in token_groups(move.model, move.destination):
             page = math.lcm(group.page_tokens, move.destination.interleave if group.ranks > 1 else 1) * group.ranks
-            stop, layers = -(-move.stop // page) * page, [f"layers.{layer}.attn" for layer in group.layers]
-            own |= belonging(move, old, move.start, stop, layers)
+            own |= belonging(move, old, move.start, -(-move.stop // page) * page, group.names)
         assert (other.memory[~own] == old.memory[~own]).all()
 
 
