@@ -30,6 +30,7 @@ SIDES = {"pd-prefill": "kv_producer", "pd-decode": "kv_consumer"}
 FLEETS = ("1p1d", "xpyd", "llm-d")
 INSTANCES = [(fleet, name) for fleet in FLEETS for name in SIDES]
 ROUTED = ("1p1d", "xpyd")
+KUBECTL = shutil.which("kubectl")
 
 objects = cache(lambda fleet: render(DIRECTORY / fleet))
 
@@ -87,13 +88,30 @@ def test_only_kinds_that_others_bring_are_not_validated() -> None:
     assert kinds & CUSTOM == {"PodMonitor", "PrometheusRule"}
 
 
+def test_replicas_and_patches_are_rendered_by_the_reference(tmp_path: Path) -> None:
+    """Entries with names are merged by name, any other list is replaced."""
+    one = {"kind": "Deployment", "metadata": {"name": "a"}}
+    spec = {"replicas": 1, "args": ["x", "y"], "containers": [{"name": "c", "image": "i", "args": ["z"]}]}
+    patch = {"args": ["w"], "containers": [{"name": "c", "args": []}, {"name": "d"}]}
+    files = {
+        "a.yaml": {**one, "spec": spec},
+        "patch.yaml": {**one, "spec": patch},
+        "kustomization.yaml": {
+            "resources": ["a.yaml"], "patches": [{"path": "patch.yaml"}], "replicas": [{"name": "a", "count": 2}]
+        },
+    }  # fmt: skip
+    for name, said in files.items():
+        (tmp_path / name).write_text(yaml.safe_dump(said))
+    containers = [{"name": "c", "image": "i", "args": []}, {"name": "d"}]
+    assert render(tmp_path) == [{**one, "spec": {"replicas": 2, "args": ["w"], "containers": containers}}]
+
+
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed, which renders the manifests a second way")
 @pytest.mark.parametrize("fleet", [*FLEETS, "monitoring"])
 def test_kubectl_renders_what_is_tested(fleet: str) -> None:
-    """Where kubectl is installed; what is tested here is rendered without it."""
-    if kubectl := shutil.which("kubectl"):
-        done = subprocess.run([kubectl, "kustomize", DIRECTORY / fleet], capture_output=True, text=True, check=True)
-        theirs = {named(each): each for each in yaml.safe_load_all(done.stdout)}
-        assert theirs == {named(each): each for each in objects(fleet)}
+    done = subprocess.run([str(KUBECTL), "kustomize", DIRECTORY / fleet], capture_output=True, text=True, check=True)
+    theirs = {named(each): each for each in yaml.safe_load_all(done.stdout)}
+    assert theirs == {named(each): each for each in objects(fleet)}
 
 
 # -- instances --------------------------------------------------------------------------------------------------------

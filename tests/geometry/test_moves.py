@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
+from tests.support.geometry.numbers import write
 from tests.support.geometry.request import Move, bind, copy, make_move
-from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table, write
+from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table
 from vllm_pd_connector.geometry.bind import Tail
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.plan import make_plan

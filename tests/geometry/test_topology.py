@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import msgspec
 import pytest
@@ -327,11 +328,17 @@ def test_an_instance_of_any_size_is_sound() -> None:
 NUMBERS = st.one_of(st.integers(-2, 20), st.sampled_from([1 << 31, 1 << 61, 1 << 63, (1 << 64) - 1]))
 
 
+SIDES: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "pp": 2, "ratio": 2}, {"tp": 8, "layout": "BLHNC"}]
+
+
+def given_by(side: dict[str, Any], engine: str = "p-0") -> list[Manifest]:
+    return manifests(Model(layers=2, heads=4, key=20, value=20, states=2), engine=engine, **side)
+
+
 @st.composite
 def damaged(draw: st.DrawFn) -> list[Manifest]:
     """An instance in which some numbers of one worker are other numbers."""
-    side = draw(st.sampled_from([{}, {"tp": 2}, {"tp": 2, "pp": 2, "ratio": 2}, {"tp": 8, "layout": "BLHNC"}]))
-    given = manifests(Model(layers=2, heads=4, key=20, value=20, states=2), **side)
+    given = given_by(draw(st.sampled_from(SIDES)))
     victim = draw(st.integers(0, len(given) - 1))
     tree = msgspec.to_builtins(given[victim])
     for _ in range(draw(st.integers(1, 3))):
@@ -344,12 +351,11 @@ def damaged(draw: st.DrawFn) -> list[Manifest]:
     return given
 
 
-@settings(max_examples=examples(600), deadline=None)
-@given(damaged())
-def test_whatever_a_peer_sends_is_judged_and_what_is_allowed_can_be_moved(remote: list[Manifest]) -> None:
-    local = manifests(Model(layers=2, heads=4, key=20, value=20, states=2), engine="d-1")
+def moved(remote: list[Manifest]) -> int:
+    """From how many ranks something can be moved; all of it lies inside the segments of both."""
+    local, found = given_by({}, "d-1"), 0
     if not check_pd_topology(local, remote).allowed:
-        return
+        return found
     by_rank = {m.parallel.rank: m for m in remote}
     for edge in make_plan(local[0], remote).edges:
         tables = [[table(*range(2, 2 + -(-8 // group.block_tokens))), table(1)] for group in (
@@ -362,3 +368,21 @@ def test_whatever_a_peer_sends_is_judged_and_what_is_allowed_can_be_moved(remote
             segment = manifest.segments[0]
             assert (start >= segment.address).all()
             assert (start + runs.length <= segment.address + segment.length).all()
+        found += len(runs) > 0
+    return found
+
+
+@settings(max_examples=examples(600), deadline=None)
+@given(damaged())
+def test_whatever_a_peer_sends_is_judged_and_what_is_allowed_can_be_moved(remote: list[Manifest]) -> None:
+    moved(remote)
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+@pytest.mark.parametrize("address", [None, 1 << 61], ids=["sound", "anywhere"])
+def test_what_does_no_harm_is_allowed_and_moved(side: dict[str, Any], address: int | None) -> None:
+    """Of whatever else a peer sends the test above may refuse all."""
+    remote = given_by(side)
+    if address is not None:
+        remote[0] = change(remote[0], segments=(change(remote[0].segments[0], address=address),))
+    assert moved(remote) == len(remote), "replicas take turns with the layers"

@@ -62,7 +62,11 @@ def merged(old: Any, new: Any) -> Any:
     """A strategic merge, on a copy."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}}
-    if isinstance(old, list) and isinstance(new, list) and all(isinstance(one, dict) and "name" in one for one in new):
+    if (
+        isinstance(old, list)
+        and isinstance(new, list)
+        and all(isinstance(one, dict) and "name" in one for one in [*old, *new])
+    ):
         changes = {one["name"]: one for one in new}
         kept = [merged(one, changes.pop(one["name"], {})) for one in old]
         return [*kept, *changes.values()]

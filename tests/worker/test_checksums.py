@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import secrets
 import socket
@@ -23,7 +24,7 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import DeadlineExceeded
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
-from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
+from vllm_pd_connector.metadata import PushFrom, ReceiveRequest, StepMetadata
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.protocol.wire import messages as m
@@ -353,17 +354,19 @@ def test_sums_of_any_size_fit_their_messages():
     assert difference(found, of_pieces(pieces)) == "" == difference(of_pieces(pieces), found)
 
 
-def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all():
+def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all_ranks():
     with contextlib.closing(Prefill()) as prefill:
         read = [prefill.request(str(i), hold=False) for i in range(512)]
     written = [replace(request, source=terms(f"transfer {i}")) for i, request in enumerate(read)]
     for requests in (read, written):
         assert 16 < sum(is_chosen(request, "sample") for request in requests) < 64
-        assert [is_chosen(request, "sample") for request in requests] == [
-            is_chosen(request, "sample") for request in requests
-        ]
+        copies = pickle.loads(pickle.dumps(StepMetadata(receives=requests))).receives  # as another rank gets them
+        there = [is_chosen(request, "sample") for request in reversed(copies)]
+        assert there[::-1] == [is_chosen(request, "sample") for request in requests]
         assert all(is_chosen(request, "all") for request in requests)
         assert not any(is_chosen(request, "off") for request in requests)
+    # And in a process of its own, which has other hashes of a text.
+    assert [number for number in range(64) if is_chosen(written[number], "sample")] == [4, 17, 20, 41]
 
 
 def terms(name: str) -> PushFrom:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from tests.support.forked import PROCESSES
+from tests.support.geometry.numbers import write
 from tests.support.geometry.request import Move, make_move
-from tests.support.geometry.world import Model, Side, Worker, instance, write
+from tests.support.geometry.world import Model, Side, Worker, instance
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.prefill_instance import real
 from vllm_pd_connector.bounded import at_once

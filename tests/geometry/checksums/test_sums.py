@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.support.geometry.moves import moves
+from tests.support.geometry.moves import moves, windows
 from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side
 from tests.support.geometry.written import written
@@ -32,11 +32,17 @@ def both_sides(move: Move) -> tuple[list[list[Checksum]], list[Checksum]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(moves(contexts=False).filter(lambda move: not move.model.window))
+@given(moves(contexts=False) | windows(contexts=False))
 def test_equal_contents_have_equal_sums_on_any_two_sides(move: Move) -> None:
-    destinations, sources = both_sides(move)
-    for mine in destinations:
-        assert difference(mine, sources) == ""
+    """Each group is summed from the first token on that it was to get; of a window that is a later one."""
+    sources = written(move, move.source, move.source_tables, "p-0")
+    begins = [min(begin, move.stop) for begin in move.begins] + [move.start] * bool(move.model.states)
+    for worker in written(move, move.destination, move.destination_tables, "d-1"):
+        plan = make_plan(worker.manifest, [source.manifest for source in sources])
+        ours, theirs = common_starts(begins, plan, move.stop)
+        mine = checksums(worker.manifest, [worker.memory], move.destination_tables, ours, move.stop)
+        found = [checksums(w.manifest, [w.memory], move.source_tables, theirs, move.stop) for w in sources]
+        assert difference(mine, [one for worker in found for one in worker]) == ""
 
 
 MODEL = Model(layers=2, heads=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
 from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.request import Move, make_move
-from tests.support.geometry.world import STATE_ROLES, Model, Side, Worker, instance, table
+from tests.support.geometry.world import STATE_ROLES, Model, Side, Worker, instance, table, token_groups
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.geometry.plan import make_plan
@@ -26,17 +27,20 @@ change = msgspec.structs.replace
 
 
 def as_ordered(move: Move) -> Move:
-    """The move of a request whose prefix hit is whole blocks; the table names those that are to be filled. A window of
-    the source may begin after the hit."""
-    tables, size = move.destination_tables, move.destination.block_tokens
-    named = np.flatnonzero((tables[0].ids != NULL_BLOCK) & (np.arange(len(tables[0].ids)) >= move.start // size))
-    first = int(named[0]) if len(named) else len(tables[0].ids)
-    trimmed = BlockTable.of(first, tables[0].ids[first:].tolist())
-    start, held = move.start // size * size, 0
-    if move.model.window:
-        held = int(np.argmax(move.source_tables[0].ids != NULL_BLOCK)) * move.source.block_tokens
+    """The move of a request whose prefix hit is whole blocks of every group; the tables name those that are to be
+    filled. A window of the source may begin after the hit."""
+    groups = token_groups(move.model, move.destination)
+    hit = lcm(*(group.block_tokens for group in groups))
+    start, tables = move.start // hit * hit, list(move.destination_tables)
+    for number, group in enumerate(groups):
+        ids = tables[number].ids
+        named = np.flatnonzero((ids != NULL_BLOCK) & (np.arange(len(ids)) >= start // group.block_tokens))
+        first = int(named[0]) if len(named) else len(ids)
+        tables[number] = BlockTable.of(first, ids[first:].tolist())
+    theirs = zip(token_groups(move.model, move.source), move.source_tables, strict=False)
+    held = max((table.begin * group.block_tokens for group, table in theirs if group.window), default=0)
     late = max(move.late_start, held) if held > start else move.late_start
-    return replace(move, start=start, destination_tables=[trimmed, *tables[1:]], late_start=late)
+    return replace(move, start=start, destination_tables=tables, late_start=late)
 
 
 def places(worker: Worker, copies: list[Copy]) -> list[int]:
@@ -65,12 +69,13 @@ def written(worker: Worker, move: Move, sources: list[Worker]) -> tuple[set[int]
 
 def slots(worker: Worker, move: Move) -> set[int]:
     """The bytes of all slots in the named blocks, and of the states."""
-    found = set()
-    ids = move.destination_tables[0].ids
-    ratio = move.destination.ratio
-    pages = (ids[ids != NULL_BLOCK][:, None] * ratio + np.arange(ratio)).ravel()
-    for (_, role), index in worker.where.items():
-        rows = move.destination_tables[1].ids[-1:] if role in STATE_ROLES else pages
+    found, pages = set(), {}
+    for group, blocks in zip(token_groups(move.model, move.destination), move.destination_tables, strict=False):
+        ids = blocks.ids[blocks.ids != NULL_BLOCK]
+        rows = (ids[:, None] * group.ratio + np.arange(group.ratio)).ravel()
+        pages |= dict.fromkeys(group.names, rows)
+    for (layer, role), index in worker.where.items():
+        rows = move.destination_tables[-1].ids[-1:] if role in STATE_ROLES else pages[layer]
         found.update(index[rows].ravel().tolist())
     return found
 

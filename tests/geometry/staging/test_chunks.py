@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
+from tests.support.geometry.numbers import write
 from tests.support.geometry.request import Move, bind, copy, make_move
-from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table, write
+from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table
 from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
 from vllm_pd_connector.geometry.spans import runs_of
@@ -86,9 +87,7 @@ def run(
     for worker in sources:
         write(move.model, move.source, worker, move.source_tables, worker.memory, 0, move.stop)
     for worker in instance(move.model, move.destination, "decode-1"):
-        expected = worker.memory.copy()
-        first, late = max(move.start, move.late_start), move.late_start > 0
-        write(move.model, move.destination, worker, move.destination_tables, expected, first, move.stop)
+        expected, late = move.expected(worker), move.late_start > 0
         written = np.zeros(len(expected), dtype=np.int64)
         args = move.source_tables, move.destination_tables, move.start, move.stop
         for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tests.support.geometry.world import Model, Side, Worker, instance, table, write
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair
+from tests.support.geometry.numbers import write
+from tests.support.geometry.world import Model, Side, Worker, instance, table, token_groups
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -44,21 +46,42 @@ class Move:
     late_start: int = 0
     """What the source still holds begins here, and the destination's first block of a window may begin with it."""
 
+    def expected(self, worker: Worker) -> NDArray[np.uint8]:
+        """A destination rank's memory when all has come."""
+        memory = worker.memory.copy()
+        tables, late = self.destination_tables, self.late_start
+        write(self.model, self.destination, worker, tables, memory, self.start, self.stop, late=late)
+        return memory
+
+    @property
+    def begins(self) -> list[int]:
+        """Of each of the destination's groups of tokens the first that it gets, if it gets any."""
+        groups = token_groups(self.model, self.destination)
+        named = [
+            table.begin * group.block_tokens for group, table in zip(groups, self.destination_tables, strict=False)
+        ]
+        late = [self.late_start if group.window else 0 for group in groups]
+        return [max(self.start, *both) for both in zip(named, late, strict=True)]
+
+    @property
+    def late_starts(self) -> dict[int, int]:
+        """As `first_valid_tokens` of all edges: groups whose first block gets its tokens from inside of it on."""
+        groups = enumerate(zip(token_groups(self.model, self.destination), self.begins, strict=True))
+        return {n: begin for n, (group, begin) in groups if begin > self.start and begin % group.block_tokens}
+
     def run(self) -> None:
         sources = instance(self.model, self.source, "p-0")
         for worker in sources:
             write(self.model, self.source, worker, self.source_tables, worker.memory, 0, self.stop)
-        first = max(self.start, self.late_start)
+        late = []
         for worker in instance(self.model, self.destination, "decode-1"):
-            expected = worker.memory.copy()
-            write(self.model, self.destination, worker, self.destination_tables, expected, first, self.stop)
+            expected = self.expected(worker)
             written = np.zeros(len(expected), dtype=np.int64)
             for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
                 origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)
                 tables = self.source_tables, self.destination_tables
-                late = self.late_start > 0
-                paired = pair(edge, *tables, self.start, self.stop, tail=self.tail, late=late)
-                assert first_valid_tokens(paired).get(0, first) == first
+                paired = pair(edge, *tables, self.start, self.stop, tail=self.tail, late=self.late_start > 0)
+                late.append(first_valid_tokens(paired))
                 runs = runs_of(paired)
                 copy(runs, origin, worker)
                 base = worker.manifest.segments[0].address
@@ -67,36 +90,45 @@ class Move:
             wrong = np.flatnonzero(worker.memory != expected)
             assert not len(wrong), f"{self}\nrank {worker.manifest.parallel}: bytes {wrong[:20]} differ"
             assert written.max() <= 1, f"{self}: a byte was written {written.max()} times"
-
-
-def blocks_for(tokens: int, block_tokens: int, num_blocks: int, seed: int, first: int = 1) -> BlockTable:
-    """A scattered table that covers `tokens` tokens, of ids from `first` on."""
-    needed = -(-tokens // block_tokens)
-    ids = np.random.default_rng(seed).permutation(np.arange(first, num_blocks))[:needed]
-    return BlockTable.of(0, ids.tolist())
+        assert latest(late) == self.late_starts, f"{self}"
 
 
 def make_move(
-    model: Model, source: Side, destination: Side, start: int, stop: int, tail: Tail = Tail.EXACT, seed: int = 0
+    model: Model,
+    source: Side,
+    destination: Side,
+    start: int,
+    stop: int,
+    tail: Tail = Tail.EXACT,
+    seed: int = 0,
+    *,
+    late: bool = False,
 ) -> Move:
-    """A request whose tables are as long as they must be and scattered; enough blocks are added to both sides."""
-    tables = []
-    sides = []
+    """A request whose tables are as long as they must be and scattered; enough blocks are added to both sides.
+
+    Of a window both sides have forgotten blocks that lie wholly before it. Unless what comes may begin `late` inside a
+    block, the destination has none that it cannot fill.
+    """
+    looked = max(0, stop + late - model.window) if model.window else 0
+    held = 0
+    tables: list[list[BlockTable]] = []
+    sides: list[Side] = []
     for i, side in enumerate((source, destination)):
-        blocks = -(-max(stop, 1) // side.block_tokens) + 2
+        groups = token_groups(model, side)
+        needed = [-(-max(stop, 1) // group.block_tokens) for group in groups]
         first = 3 if model.states else 1  # ids 1 and 2 hold the states
-        side = replace(side, num_blocks=blocks + first)
-        mine = [blocks_for(max(stop, 1), side.block_tokens, side.num_blocks, seed * 2 + i, first)]
+        side = replace(side, num_blocks=first + sum(needed) + 2)
+        scattered = np.random.default_rng(seed * 2 + i).permutation(np.arange(first, side.num_blocks))
+        mine = []
+        for group, ids in zip(groups, np.split(scattered, np.cumsum(needed))[: len(groups)], strict=True):
+            starts = np.arange(len(ids)) * group.block_tokens
+            if group.window:
+                gone = looked // group.block_tokens * group.block_tokens
+                held = held if i else gone
+                ids[starts < gone if late or not i else np.maximum(starts, start) < held] = 0
+            mine.append(table(*ids.tolist()))
         if model.states:
             mine.append(table(0, 1 + i))
         sides.append(side)
         tables.append(mine)
-    if model.window:
-        # The source forgot blocks that lie wholly before the window; the destination has none that it cannot fill.
-        kept = max(0, stop - model.window) // source.block_tokens * source.block_tokens
-        for side, mine in zip(sides, tables, strict=True):
-            ids = mine[0].ids
-            starts = np.arange(len(ids)) * side.block_tokens
-            ids[(np.maximum(starts, start) if mine is tables[1] else starts) < kept] = 0
-            mine[0] = table(*ids.tolist())
-    return Move(model, sides[0], sides[1], start, stop, tables[0], tables[1], tail)
+    return Move(model, sides[0], sides[1], start, stop, tables[0], tables[1], tail, held if late else 0)

@@ -7,9 +7,10 @@ round, from strides through the codecs, as the connector does.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import lcm, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,8 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class Model:
-    """What both sides serve. `heads` 0 means MLA: one latent of `key` channels per token."""
+    """What both sides serve. `heads` 0 means MLA: one latent of `key` channels per token. With a `window`, its layers
+    but those of `full` look at no more than it."""
 
     layers: int = 2
     heads: int = 4
@@ -50,6 +52,7 @@ class Model:
     states: int = 0
     state_heads: int = 4
     window: int = 0
+    full: tuple[int, ...] = ()
 
     @property
     def roles(self) -> dict[Role, int]:
@@ -58,7 +61,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Side:
-    """How one side lays it out."""
+    """How one side lays it out. The window's blocks have `window_slots` and pages of their own, or (0) those of full
+    attention; their group comes last, or first. Layers of one kind are one group, or each is one `apart`."""
 
     tp: int = 1
     pp: int = 1
@@ -71,15 +75,53 @@ class Side:
     pcp: int = 1
     dcp: int = 1
     interleave: int = 1
+    window_slots: int = 0
+    window_ratio: int = 1
+    window_first: bool = False
+    apart: bool = False
 
     @property
     def slots(self) -> int:
         """Tokens that one rank has room for in a logical block."""
         return self.block_tokens // self.dcp
 
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """A group of layers on one side: so many `slots` and pages has a block on each of the ranks that share tokens."""
+
+    layers: tuple[int, ...]
+    window: int
+    slots: int
+    ratio: int
+    ranks: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"layers.{layer}.attn" for layer in self.layers)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.slots * self.ranks
+
     @property
     def page_tokens(self) -> int:
         return self.slots // self.ratio
+
+
+def token_groups(model: Model, side: Side) -> list[TokenGroup]:
+    """In the order of the manifest, where a group of states follows them. vLLM shares no window's tokens out."""
+    windowed = tuple(layer for layer in range(model.layers) if model.window and layer not in model.full)
+    full = tuple(layer for layer in range(model.layers) if layer not in windowed)
+    slots, ratio = (side.window_slots, side.window_ratio) if side.window_slots else (side.slots, side.ratio)
+    groups = [
+        TokenGroup(full, 0, side.slots, side.ratio, side.dcp),
+        TokenGroup(windowed, model.window, slots, ratio, ranks=1),
+    ]
+    ordered = [group for group in (groups[::-1] if side.window_first else groups) if group.layers]
+    if side.apart:
+        return [replace(group, layers=(layer,)) for group in ordered for layer in group.layers]
+    return ordered
 
 
 @dataclass
@@ -125,41 +167,27 @@ def instance(model: Model, side: Side, engine: str = "p-0") -> list[Worker]:
 
 
 def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: str = "p-0", pcp_rank: int = 0) -> Worker:
-    order = ALIASES.get(side.layout, side.layout)
     heads = shard(model.heads or 1, side.tp, tp_rank) if model.heads else Interval(0, 1)
-    layers = [i for i in range(model.layers) if i * side.pp // model.layers == pp_rank]
-    pages, tokens = side.num_blocks * side.ratio, side.page_tokens
-    content = sum(model.roles.values()) * ITEM
-    sizes = {"L": len(layers), "B": pages, "H": len(heads), "N": tokens, "C": content}
-    strides, total = _strides(order, sizes, side.padding)
-    states, where_states, state_heads = _states(model, side, pp_rank, tp_rank, order, strides)
-    rng = np.random.default_rng([pp_rank, tp_rank, len(engine), pcp_rank][: 4 if pcp_rank else 3])
-    length = total + 5
-    memory = rng.integers(0, 256, length, dtype=np.uint8)
-
-    tensors: list[Tensor] = []
-    where: dict[tuple[str, Role], NDArray[np.int64]] = {}
-    for i, layer in enumerate(layers):
-        name = f"layers.{layer}.attn"
-        view = attention.PageView(
-            name, 0, 0, i * strides["L"], (pages, len(heads), tokens, content),
-            (strides["B"], strides["H"], strides["N"], strides["C"]),
-            "bfloat16", ITEM, side.ratio, heads, model.heads or 1,
-        )  # fmt: skip
-        if side.layout == "CPU":
-            tensors += attention.cpu_attention(view, model.key)
-        elif model.heads:
-            tensors += attention.key_value(view, model.key, model.value)
-        else:
-            tensors += attention.latent(view, model.key)
-        for role, index in _index(model, side, order, sizes, i).items():
-            where[name, role] = index
-    kind = GroupKind.SLIDING_WINDOW if model.window else GroupKind.FULL
     context_rank = (tp_rank * side.pcp + pcp_rank) % side.dcp
     share = TokenShare(context_rank, side.dcp, side.interleave) if side.dcp > 1 else WHOLE
-    groups = [Group(kind, side.block_tokens, side.num_blocks, model.window, share)]
+    tensors: list[Tensor] = []
+    where: dict[tuple[str, Role], NDArray[np.int64]] = {}
+    groups = []
+    every = _pages(model, side, pp_rank, len(heads))
+    for number, pages in enumerate(every):
+        group = pages.group
+        kind = GroupKind.SLIDING_WINDOW if group.window else GroupKind.FULL
+        shared = WHOLE if group.ranks == 1 else share
+        groups.append(Group(kind, group.block_tokens, side.num_blocks, group.window, shared))
+        for i, name in enumerate(replace(group, layers=stage(model, side, pp_rank, group.layers)).names):
+            tensors += _tensors(model, side, pages, number, name, i, heads)
+            where |= {(name, role): index for role, index in _index(model, side, pages, i).items()}
+    states, where_states, state_heads = _states(model, side, pp_rank, tp_rank, every[0])
     if model.states:
         groups.append(Group(GroupKind.STATE, side.block_tokens, side.num_blocks))
+    rng = np.random.default_rng([pp_rank, tp_rank, len(engine), pcp_rank][: 4 if pcp_rank else 3])
+    length = every[0].total + 5
+    memory = rng.integers(0, 256, length, dtype=np.uint8)
     manifest = Manifest(
         version=MANIFEST_VERSION,
         engine_id=engine,
@@ -180,23 +208,80 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
     return Worker(manifest, memory, where | where_states, heads, state_heads)
 
 
-def _strides(order: str, sizes: dict[str, int], padding: int) -> tuple[dict[str, int], int]:
-    strides, step = {}, 1
-    for i, axis in reversed(list(enumerate(order))):
-        if i == 1 and set(order[:2]) == {"L", "B"}:
-            step += padding
-        strides[axis] = step
-        step *= sizes[axis]
-    return strides, step
+def stage(model: Model, side: Side, pp_rank: int, layers: Iterable[int]) -> tuple[int, ...]:
+    """Those of the layers that a pipeline stage has."""
+    return tuple(layer for layer in layers if layer * side.pp // model.layers == pp_rank)
 
 
-def _index(model: Model, side: Side, order: str, sizes: dict[str, int], layer: int) -> dict[Role, NDArray[np.int64]]:
-    page = sizes["H"] * sizes["N"] * sizes["C"]
-    if set(order[:2]) == {"L", "B"}:
-        flat = np.arange(sizes["L"] * sizes["B"] * (page + side.padding)).reshape(-1, page + side.padding)[:, :page]
-    else:
-        assert side.padding == 0
-        flat = np.arange(sizes["L"] * sizes["B"] * page)
+@dataclass(frozen=True)
+class Pages:
+    """The pages of a group on one rank. `sizes` by the letters of layouts, content in bytes. A page, or one head's part
+    where those of all pages lie together, has `piece` bytes of a `room`.
+
+    Groups share their memory, as in vLLM: the i-th layers of all lie in one place, and each block belongs to one group.
+    """
+
+    group: TokenGroup
+    order: str
+    sizes: dict[str, int]
+    piece: int
+    room: int
+
+    @property
+    def strides(self) -> dict[str, int]:
+        strides, step = {}, 1
+        for i, axis in reversed(list(enumerate(self.order))):
+            if i == _innermost(self.order):
+                step = self.room
+            strides[axis] = step
+            step *= self.sizes[axis]
+        return strides
+
+    @property
+    def total(self) -> int:
+        return self.strides[self.order[0]] * self.sizes[self.order[0]]
+
+
+def _innermost(order: str) -> int:
+    """Which axis of a layout goes over the pieces of memory: the last of layers and pages."""
+    return max(order.index("L"), order.index("B"))
+
+
+def _pages(model: Model, side: Side, pp_rank: int, heads: int) -> list[Pages]:
+    order = ALIASES.get(side.layout, side.layout)
+    groups = token_groups(model, side)
+    layers = max(len(stage(model, side, pp_rank, of)) for of in (*(g.layers for g in groups), range(model.states)))
+    content = sum(model.roles.values()) * ITEM
+    sizes = [
+        {"L": layers, "B": side.num_blocks * g.ratio, "H": heads, "N": g.page_tokens, "C": content} for g in groups
+    ]
+    pieces = [prod(each[axis] for axis in order[_innermost(order) + 1 :]) for each in sizes]
+    most = max(g.ratio * (piece + side.padding) for g, piece in zip(groups, pieces, strict=True))
+    unit = lcm(*(g.ratio for g in groups)) * ITEM
+    block = -(-most // unit) * unit
+    return [Pages(g, order, s, piece, block // g.ratio) for g, s, piece in zip(groups, sizes, pieces, strict=True)]
+
+
+def _tensors(
+    model: Model, side: Side, pages: Pages, group: int, name: str, i: int, heads: Interval
+) -> tuple[Tensor, ...]:
+    """The i-th layer's, of its group and stage."""
+    (b, h, n, c), strides = (pages.sizes[axis] for axis in "BHNC"), pages.strides
+    view = attention.PageView(
+        name, group, 0, i * pages.strides["L"], (b, h, n, c), (strides["B"], strides["H"], strides["N"], strides["C"]),
+        "bfloat16", ITEM, pages.group.ratio, heads, model.heads or 1,
+    )  # fmt: skip
+    if side.layout == "CPU":
+        return attention.cpu_attention(view, model.key)
+    if model.heads:
+        return attention.key_value(view, model.key, model.value)
+    return attention.latent(view, model.key)
+
+
+def _index(model: Model, side: Side, pages: Pages, layer: int) -> dict[Role, NDArray[np.int64]]:
+    order, sizes = pages.order, pages.sizes
+    pieces = prod(sizes[axis] for axis in order[: _innermost(order) + 1])
+    flat = np.arange(pieces * pages.room).reshape(pieces, pages.room)[:, : pages.piece]
     physical = flat.reshape([sizes[axis] for axis in order])
     blocks = physical.transpose([order.index(axis) for axis in "LBNHC"])[layer]  # [page, token, head, content]
     out, at = {}, 0
@@ -219,7 +304,7 @@ STATE_ROLES = (Role.CONV_Q, Role.CONV_K, Role.CONV_V, Role.SSM)
 
 
 def _states(
-    model: Model, side: Side, pp_rank: int, tp_rank: int, order: str, strides: dict[str, int]
+    model: Model, side: Side, pp_rank: int, tp_rank: int, pages: Pages
 ) -> tuple[list[Tensor], dict[tuple[str, Role], NDArray[np.int64]], Interval]:
     """State layers over the same bytes as the attention blocks (a dual view): one block holds one or the other."""
     if not model.states:
@@ -227,13 +312,13 @@ def _states(
     heads = shard(model.state_heads, side.tp, tp_rank)
     n, h = len(heads), model.state_heads
     conv, ssm = n * PER_HEAD * TAPS * ITEM, n * DK * DV * 4
-    count = sum(i * side.pp // model.layers == pp_rank for i in range(model.layers))
-    layers = [i for i in range(model.states) if i * side.pp // model.layers == pp_rank]
-    page, between = strides["B"] * side.ratio, strides["L"]  # bytes from block to block, from layer to layer
+    order, strides, count = pages.order, pages.strides, pages.sizes["L"]
+    layers = stage(model, side, pp_rank, range(model.states))
+    page, between = strides["B"] * pages.group.ratio, strides["L"]  # bytes from block to block, from layer to layer
     room = page if order[0] == "L" else between
     assert set(order[:2]) == {"L", "B"} and 3 * conv + ssm <= room, "the state must fit the attention block"
     every = np.arange(count * side.num_blocks * room)
-    tensors, where = [], {}
+    tensors, where, group = [], {}, len(token_groups(model, side))
     for i, layer in enumerate(layers):
         name, start = f"layers.{layer}.state", i * between
         flat = every.reshape(count, -1, room)[i] if order[0] == "L" else every.reshape(-1, count, room)[:, i]
@@ -250,105 +335,30 @@ def _states(
                 Axis(AxisName.CHANNEL, n * PER_HEAD, channel, heads.start * PER_HEAD, h * PER_HEAD),
                 Axis(AxisName.TAP, TAPS, tap, 0, TAPS),
             )
-            tensors.append(_state(name, role, "bfloat16", ITEM, start + offset, side, page, axes))
+            tensors.append(_state(group, name, role, "bfloat16", ITEM, start + offset, side, page, axes))
             where[name, role] = index
         axes = (
             Axis(AxisName.HEAD, n, DK * DV * 4, heads.start, h),
             Axis(AxisName.DK, DK, DV * 4, 0, DK),
             Axis(AxisName.DV, DV, 4, 0, DV),
         )
-        tensors.append(_state(name, Role.SSM, "float32", 4, start + 3 * conv, side, page, axes))
+        tensors.append(_state(group, name, Role.SSM, "float32", 4, start + 3 * conv, side, page, axes))
         where[name, Role.SSM] = flat[:, 3 * conv : 3 * conv + ssm].reshape(side.num_blocks, n, DK, DV, 4)
     return tensors, where, heads
 
 
 def _state(
-    layer: str, role: Role, dtype: str, item: int, offset: int, side: Side, page: int, axes: tuple[Axis, ...]
-) -> Tensor:
-    return Tensor(layer, role, 1, dtype, item, 0, offset, side.num_blocks, page, 1, 0, axes)
-
-
-def numbers(model: Model, layer: str, role: Role, tokens: int) -> NDArray[np.uint8]:
-    """A different number in every logical element: bytes of [token, head, channel] or of a whole state."""
-    seed = [int(layer.split(".")[1]), list(Role).index(role), layer.endswith("state")]
-    start = (seed[0] * len(Role) + seed[1]) * 2 + seed[2]
-    if role is Role.SSM:
-        shape: tuple[int, ...] = (model.state_heads, DK, DV)
-        values = np.arange(np.prod(shape), dtype="<u4") + np.uint32(start * 100003 + 7)
-    elif role in STATE_ROLES:
-        shape = (model.state_heads * PER_HEAD, TAPS)
-        values = (np.arange(np.prod(shape)) * 40503 + start * 977 + 1).astype("<u2")
-    else:
-        shape = (tokens, model.heads or 1, model.roles[role])
-        values = (np.arange(np.prod(shape)) * 40503 + start * 977 + 1).astype("<u2")
-    return values.view(np.uint8).reshape(*shape, values.itemsize)
-
-
-def local_part(model: Model, worker: Worker, role: Role, values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The rank's own part of a logical tensor."""
-    h, s = worker.heads, worker.state_heads
-    if role is Role.SSM:
-        return values[s.start : s.stop]
-    if role in STATE_ROLES:
-        return values[s.start * PER_HEAD : s.stop * PER_HEAD]
-    return values[:, h.start : h.stop]
-
-
-def write(
-    model: Model,
+    group: int,
+    layer: str,
+    role: Role,
+    dtype: str,
+    item: int,
+    offset: int,
     side: Side,
-    worker: Worker,
-    tables: list[BlockTable],
-    memory: NDArray[np.uint8],
-    start: int,
-    stop: int,
-    layers: Container[str] | None = None,
-) -> None:
-    """Put the numbers of tokens [start, stop) and of all states where this rank's layout wants them; of all layers, or
-    of these."""
-    tokens, pages, slots = _places(side, worker, tables[0], start, stop)
-    for (layer, role), index in worker.where.items():
-        if layers is not None and layer not in layers:
-            continue
-        values = local_part(model, worker, role, numbers(model, layer, role, stop))
-        if role in STATE_ROLES:
-            memory[index[tables[1].ids[-1]]] = values
-            continue
-        memory[index[pages, slots]] = values[tokens]
-
-
-def blank(side: Side, worker: Worker, table: BlockTable, memory: NDArray[np.uint8], start: int, stop: int) -> None:
-    """Put zeros where this rank's layout wants tokens [start, stop)."""
-    _, pages, slots = _places(side, worker, table, start, stop)
-    for (_, role), index in worker.where.items():
-        if role not in STATE_ROLES:
-            memory[index[pages, slots]] = 0
-
-
-def _places(
-    side: Side, worker: Worker, table: BlockTable, start: int, stop: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Those of the tokens [start, stop) that this rank has a slot for, and their pages and slots: as vLLM maps them.
-
-    Source: vLLM 0.32, `ComputeSlotMappingKernel`.
-    """
-    tokens, blocks = _blocks_of(table, side.block_tokens, start, stop)
-    inside = tokens % side.block_tokens
-    mine = inside // side.interleave % side.dcp == worker.context_rank
-    tokens, blocks, inside = tokens[mine], blocks[mine], inside[mine]
-    inside = inside // (side.dcp * side.interleave) * side.interleave + inside % side.interleave
-    return tokens, blocks * side.ratio + inside // side.page_tokens, inside % side.page_tokens
-
-
-def _blocks_of(
-    blocks: BlockTable, block_tokens: int, start: int, stop: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Those of the tokens [start, stop) that have a block other than the null block, and its id for each."""
-    tokens = np.arange(start, stop)
-    entries = tokens // block_tokens - blocks.first_block
-    known = (entries >= 0) & (entries < len(blocks.ids))
-    tokens, ids = tokens[known], blocks.ids[entries[known]]
-    return tokens[ids != 0], ids[ids != 0]
+    page: int,
+    axes: tuple[Axis, ...],
+) -> Tensor:
+    return Tensor(layer, role, group, dtype, item, 0, offset, side.num_blocks, page, 1, 0, axes)
 
 
 def table(*ids: int, first: int = 0) -> BlockTable:

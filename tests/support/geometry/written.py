@@ -1,7 +1,8 @@
 """Workers whose caches hold what a move has written."""
 
+from tests.support.geometry.numbers import write
 from tests.support.geometry.request import Move
-from tests.support.geometry.world import Side, Worker, instance, write
+from tests.support.geometry.world import Side, Worker, instance
 from vllm_pd_connector.geometry.blocks import BlockTable
 
 

@@ -93,7 +93,7 @@ class Group:
 
     def receive(self, ours: BlockTable, source: Group, theirs: BlockTable, stop: int) -> int | None:
         """Get the tokens before `stop`. The first block of a window may begin with tokens that the source has let go
-        of, if it is larger than the source's: the number of the block, which is then none to share."""
+        of and that nobody looks at, if it is no block of the source's: its number; it is then none to share."""
         there, here = theirs.ids.tolist(), ours.ids.tolist()
         if not self.per_token:
             self.held[here[0], 0] = source.held.get((there[0], 0))
@@ -104,7 +104,9 @@ class Group:
                 entry = token // source._block - theirs.first_block
                 if not 0 <= entry < len(there):
                     assert isinstance(self.spec, SlidingWindowSpec) and number == ours.first_block, f"{ours}, {theirs}"
-                    assert self._block > source._block, f"a whole block of {ours} is not in {theirs}"
+                    held = theirs.first_block * source._block
+                    assert token < held < (number + 1) * self._block, f"a whole block of {ours} is not in {theirs}"
+                    assert token + self.spec.sliding_window <= stop, f"{ours}: token {token} is inside the window"
                     late = number
                 key = there[entry] if 0 <= entry < len(there) else 0, token % source._block
                 self.held[block, token % self._block] = source.held.get(key)

@@ -66,15 +66,17 @@ class Setting:
 
     @classmethod
     def draw(cls, rng: random.Random, groups: str) -> Setting:
+        blocks = rng.choice([(BLOCK, BLOCK), (BLOCK, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 3 * BLOCK)])
+        least = max(2 * BLOCK, *blocks)  # of less a step has no whole block, and states wait for ever
         return cls(
             groups,
-            blocks=rng.choice([(BLOCK, BLOCK), (BLOCK, BLOCK), (BLOCK, 2 * BLOCK)]),
+            blocks=blocks,
             pool=rng.choice([14, 24, 60]) * len(GROUPS[groups]),
             overlapping=rng.random() < 0.5,
             conversations=rng.random() < 0.5,
             policy=rng.choice(["fail", "recompute"]),
             scheduling=rng.choice(["fcfs", "priority"]),
-            step_tokens=rng.choice([2 * BLOCK, 40, 256]),
+            step_tokens=rng.choice([least, least + BLOCK // 2, 256]),
             lease_s=rng.choice([0.4, 1.2, 600.0]),
         )
 
@@ -142,11 +144,12 @@ class ComputingEngine(Engine):
 
 
 class RandomOrders:
-    """See the module. `play` is all that a test calls."""
+    """See the module. `play` is all that a test calls; `loads` have come that were held until the end."""
 
     def __init__(self, seed: int, groups: str) -> None:
         self._rng = random.Random(seed)
         self._setting = Setting.draw(self._rng, groups)
+        self.loads = 0
         self._title = f"seed {seed}, {self._setting}"
         self._engines = [self._setting.make(at) for at in range(2)]
         self._caches = {engine.port: engine.caches for engine in self._engines}
@@ -310,6 +313,7 @@ class RandomOrders:
             late = engine.received[name]
             held = worker.read(name)
         engine.received.pop(name, None)
+        self.loads += held
         self._note(f"{at} ends the load of {name} [{order.start}, {order.stop}), held: {held}, late: {late}")
         spared = not held and order.spare
         report = WorkerReport(unshareable={name: late} if held and late else {}, spared={name} if spared else set())

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.geometry.world import Side, Worker, blank, instance, table, write
+from tests.support.geometry.numbers import blank, write
+from tests.support.geometry.world import Side, Worker, instance, table
 from tests.support.ports import free_port
 from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from tests.support.geometry.world import Model, Side, Worker, instance, table, write
+from tests.support.geometry.numbers import write
+from tests.support.geometry.world import Model, Side, Worker, instance, table
 from tests.support.handed_over import answer_of
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.protocol.params.parse import RemotePrefill

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tests.support.geometry.world import Side, instance, table, write
+from tests.support.geometry.numbers import write
+from tests.support.geometry.world import Side, instance, table
 from tests.support.handed_over import answer_of
 from tests.support.ports import free_port
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tests.support.geometry.world import instance, table, write
+from tests.support.geometry.numbers import write
+from tests.support.geometry.world import instance, table
 from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, in_its_thread, lacking, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real

@@ -8,7 +8,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from tests.support.geometry.world import table, write
+from tests.support.geometry.numbers import write
+from tests.support.geometry.world import table
 from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, ask_early, freed, whole, writes

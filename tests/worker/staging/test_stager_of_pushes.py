@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.effort import examples
-from tests.support.geometry.moves import moves
+from tests.support.geometry.moves import moves, windows
+from tests.support.geometry.numbers import write
 from tests.support.geometry.request import Move
-from tests.support.geometry.world import Worker, instance, write
+from tests.support.geometry.world import Worker, instance, token_groups
 from tests.support.worker.decode_instance import lacking, set_faults, until
 from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, whole
@@ -144,11 +145,11 @@ def pushed(
     return destinations, staged
 
 
-def belonging(move: Move, worker: Worker, start: int, stop: int) -> np.ndarray:
-    """Which bytes of a decode rank's memory hold tokens [start, stop) or states of the request."""
+def belonging(move: Move, worker: Worker, start: int, stop: int, layers: Container[str] | None = None) -> np.ndarray:
+    """Which bytes of a decode rank's memory hold tokens [start, stop) of these layers, or tokens and states of all."""
     marks = [np.full(len(worker.memory), fill, dtype=np.uint8) for fill in (0, 255)]
     for memory in marks:
-        write(move.model, move.destination, worker, move.destination_tables, memory, start, stop)
+        write(move.model, move.destination, worker, move.destination_tables, memory, start, stop, layers)
     return marks[0] == marks[1]
 
 
@@ -158,7 +159,7 @@ def in_steps(move: Move, steps: list[int]) -> list[int]:
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(
-    moves(),
+    moves() | windows(),
     st.lists(st.integers(1, 40), max_size=4),
     st.sampled_from([512, 2048, 1 << 16]),
     st.sets(st.integers(1, 3)),
@@ -174,15 +175,14 @@ def test_a_push_by_way_of_the_staging_buffer_or_in_waves_writes_what_a_direct_on
     for old, one, other in zip(before, direct, staged, strict=True):
         assert (one.memory == other.memory).all(), f"{move}\nrank {old.manifest.parallel}"
         own = belonging(move, old, move.start, move.stop)
-        expected = old.memory.copy()
-        write(move.model, move.destination, old, move.destination_tables, expected, move.start, move.stop)
-        assert (other.memory[own] == expected[own]).all()
+        assert (other.memory[own] == move.expected(old)[own]).all()
         # Of equal pages the last may move whole; nothing behind its blocks does, nor what lies between the tokens.
         # Ranks that hold tokens in turns share them out: pages of all of them end where turns and pages do.
-        page = math.lcm(move.destination.page_tokens, move.destination.interleave) * move.destination.dcp
-        page_end = -(-move.stop // page) * page
-        others = ~belonging(move, old, move.start, page_end)
-        assert (other.memory[others] == old.memory[others]).all()
+        own = belonging(move, old, 0, 0)  # states
+        for group in token_groups(move.model, move.destination):
+            page = math.lcm(group.page_tokens, move.destination.interleave if group.ranks > 1 else 1) * group.ranks
+            own |= belonging(move, old, move.start, -(-move.stop // page) * page, group.names)
+        assert (other.memory[~own] == old.memory[~own]).all()
 
 
 # Pushes through the transfer loops
