@@ -110,7 +110,7 @@ MEMBERS = (
     ),
     _members(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
-        "single_type_managers reset_prefix_cache enable_partial_hash_hits",
+        "single_type_managers reset_prefix_cache enable_partial_hash_hits scheduler_block_size",
     ),
     _members("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_cacheable"),
     _members(f"{LMCACHE}:LMCacheMPConnectorUpstream", "request_trackers"),
