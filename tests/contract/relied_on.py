@@ -63,7 +63,7 @@ MEMBERS = (
     _members(
         "vllm.v1.request:RequestStatus",
         "FINISHED_LENGTH_CAPPED FINISHED_STOPPED FINISHED_REPETITION FINISHED_ABORTED WAITING_FOR_REMOTE_KVS WAITING "
-        "PREEMPTED RUNNING",
+        "PREEMPTED RUNNING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR WAITING_FOR_STREAMING_REQ",
     ),
     _members(
         "vllm.v1.core.sched.output:SchedulerOutput",
