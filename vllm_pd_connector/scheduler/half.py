@@ -85,7 +85,8 @@ class SchedulerHalf:
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         loads = config.conversations or self.consumer.sources.loads
         watched = self.epochs, self.producer, self.consumer, self.beside
-        self.operations = Operations(*watched, lambda: self._quarantine, loads=loads)
+        ends = loop.ends if loop is not None else lambda: False
+        self.operations = Operations(*watched, lambda: self._quarantine, ends, loads=loads)
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
