@@ -155,9 +155,9 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
-        self.producer.drain()  # an idle engine has not stepped since these leases ended
-        self.operations.arrived(request)
         try:
+            self.producer.drain()  # an idle engine has not stepped since these leases ended
+            self.operations.arrived(request)
             match kind_of(transfer_params(request)):
                 case Kind.REMOTE_PREFILL:
                     self.consumer.add(request)
