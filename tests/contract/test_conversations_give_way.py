@@ -10,9 +10,11 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
+    STATES,
     WINDOWED,
     Engine,
     given_back,
+    loading,
     prefilled,
     read,
     transfer,
@@ -82,6 +84,23 @@ def test_a_load_that_has_come_and_needs_one_more_block_gets_a_conversation_s(eng
     decode.add("behind", [1, 2, 3], max_tokens=1)
     decode.run("waits", "behind")
     assert not decode.connector.scheduler.producer.lending.holds("talks")
+
+
+def test_a_request_that_vllm_puts_off_by_a_step_costs_no_conversation(engine: Any) -> None:
+    """It begins with a recurrent state that has just come: vLLM says that no blocks are left, and there are."""
+    groups = (FULL, STATES)
+    prefill = engine(transfer("kv_producer", **ON), groups=groups)
+    decode = engine(transfer("kv_consumer", **ON), groups=groups)
+    first_turn(prefill, decode)
+    prompt = list(range(1000, 1001 + 3 * BLOCK))
+    loading(decode, "loads", prompt, prefilled(prefill, "p-2", prompt))
+    assert read(decode.receive_of("loads"))
+    decode.step(received={"loads"})
+    decode.add("begins alike", prompt, max_tokens=2)
+    decode.run("loads", "begins alike")
+    first = next(step for step in decode.scheduled if "loads" in step)
+    assert "begins alike" not in first, "it was put off"
+    assert decode.connector.scheduler.producer.lending.holds("d-1")
 
 
 def test_what_conversations_have_in_common_counts_once(engine: Any) -> None:

@@ -75,11 +75,21 @@ def note_without_blocks(manager: KVCacheManager, told: Callable[[str, bool], Non
 
     @wraps(allocate)
     def allocate_slots(request: Request, *args: Any, **more: Any) -> KVCacheBlocks | None:
-        if (found := allocate(request, *args, **more)) is None:
+        if (found := allocate(request, *args, **more)) is None and not _next_step(manager, **more):
             told(request.request_id, request.status is not RequestStatus.RUNNING and request.num_computed_tokens > 0)
         return found
 
     manager.allocate_slots = allocate_slots
+
+
+def _next_step(manager: KVCacheManager, new_computed_blocks: KVCacheBlocks | None = None, **_: Any) -> bool:
+    """Whether vLLM puts a request off to the next step, however many blocks are free: it begins with a recurrent state
+    that is there behind this one (`MambaManager.get_num_blocks_to_allocate`)."""
+    hits = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+    return any(
+        blocks and blocks[-1].block_hash in getattr(group, "cached_blocks_this_step", ())
+        for blocks, group in zip(hits, manager.coordinator.single_type_managers, strict=False)
+    )
 
 
 def spare_lookups(manager: KVCacheManager, held_back: Callable[[str], bool]) -> None:
