@@ -44,6 +44,26 @@ def test_nobody_who_runs_is_preempted_for_a_conversation(engine: Any, after: int
     given_back(decode)
 
 
+def test_who_runs_misses_no_step_for_a_conversation(engine: Any) -> None:
+    """One conversation is not enough for the next piece of its prompt, and another request waits for blocks, too."""
+    prefill = engine(transfer("kv_producer", **ON))
+    decode = engine(transfer("kv_consumer", **ON, conversation_share=1.0), blocks=24, step_tokens=8 * BLOCK)
+    for number in range(5):
+        kept = list(range(500 * number, 500 * number + BLOCK + 2))
+        decoded(decode, f"d-{number}", kept, prefilled(prefill, f"p-{number}", kept))
+    assert decode.held() == 10
+    decode.scheduler.scheduler_config.long_prefill_token_threshold = 3 * BLOCK
+    for name in ("first", "second"):
+        decode.add(name, [ord(name[0])] * (9 * BLOCK), max_tokens=1)
+    for number in range(3):
+        decode.step()
+        decode.add(f"small-{number}", [900 + number] * 10, max_tokens=2)
+    decode.run("first", "second", *(f"small-{number}" for number in range(3)))
+    for name in ("first", "second"):
+        steps = [number for number, step in enumerate(decode.scheduled) if name in step]
+        assert steps == list(range(steps[0], steps[0] + 3)), name
+
+
 def test_a_new_request_gets_what_vllm_keeps_back_for_others_too(engine: Any) -> None:
     """With a watermark it needs more free blocks than its own."""
     prefill = engine(transfer("kv_producer", **ON))

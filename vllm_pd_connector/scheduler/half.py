@@ -133,7 +133,7 @@ class SchedulerHalf:
         self.fills_unequal_hits = not fails_over_unequal_hits(manager)
         spare_lookups(manager, self.share.holds_back)
         if self.producer.lending.enabled or self.producer.progress.enabled:
-            note_without_blocks(manager, self._found_no_blocks)
+            note_without_blocks(manager, self._found_no_blocks, self.frees_blocks)
 
         def tables(request_id: str) -> list[list[int]]:
             ids = manager.get_block_ids(request_id)
