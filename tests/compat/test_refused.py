@@ -6,7 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_pd_connector.compat.refused import _tell
+import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_pd_connector.compat.refused import _tell, tell_of_refused_streams
 from vllm_pd_connector.protocol.params.parse import pairing_name
 
 
@@ -24,3 +27,38 @@ def test_two_refused_streams_of_one_client_s_name_are_two_and_name_one_prefill()
     assert len({name for name, _, _ in told}) == 3
     assert [pairing_name({}, name) for name, _, _ in told] == ["chatcmpl-a", "chatcmpl-a", "chatcmpl-job-1a2b3c4d"]
     assert all((params, rank) == (asked, {"data_parallel_rank": 2}) for _, params, rank in told)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["refused", "its client leaves"])
+def test_what_is_not_taken_is_told_of_also_where_its_client_leaves_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """A server cancels at each turn who serves a client that has left: nothing can be waited for there."""
+    told: list[str] = []
+
+    async def take(*_: Any) -> None:
+        if not leaves:
+            raise ValueError("logprobs")
+        await asyncio.sleep(3600)
+
+    async def rejected(name: str, *_: Any, **__: Any) -> None:
+        await asyncio.sleep(0)
+        told.append(name)
+
+    async def serve() -> None:
+        monkeypatch.setattr(AsyncLLM, "add_request", take)
+        tell_of_refused_streams()
+        engine = SimpleNamespace(notify_kv_transfer_request_rejected=rejected, errored=False)
+        asked = SimpleNamespace(extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
+        adding = asyncio.ensure_future(AsyncLLM.add_request(engine, "a", "prompt", asked))
+        await asyncio.sleep(0)
+        while leaves and not adding.done():
+            adding.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError if leaves else ValueError):
+            await adding
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(serve())
+    assert len(told) == 1

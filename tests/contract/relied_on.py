@@ -63,7 +63,7 @@ MEMBERS = (
     _members(
         "vllm.v1.request:RequestStatus",
         "FINISHED_LENGTH_CAPPED FINISHED_STOPPED FINISHED_REPETITION FINISHED_ABORTED WAITING_FOR_REMOTE_KVS WAITING "
-        "PREEMPTED RUNNING",
+        "PREEMPTED RUNNING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR WAITING_FOR_STREAMING_REQ",
     ),
     _members(
         "vllm.v1.core.sched.output:SchedulerOutput",
@@ -101,7 +101,7 @@ MEMBERS = (
         "vllm.v1.core.block_pool:BlockPool",
         "num_gpu_blocks blocks touch free_blocks get_num_free_blocks reset_prefix_cache",
     ),
-    _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt"),
+    _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt block_hash"),
     _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
     _members("vllm.v1.engine.async_llm:AsyncLLM", "add_request errored notify_kv_transfer_request_rejected"),
     _members(
@@ -110,7 +110,7 @@ MEMBERS = (
     ),
     _members(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
-        "single_type_managers reset_prefix_cache enable_partial_hash_hits",
+        "single_type_managers reset_prefix_cache enable_partial_hash_hits scheduler_block_size",
     ),
     _members("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_cacheable"),
     _members(f"{LMCACHE}:LMCacheMPConnectorUpstream", "request_trackers"),
@@ -119,6 +119,7 @@ MEMBERS = (
     _members(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks block_size"
     ),
+    _members("vllm.v1.core.single_type_kv_cache_manager:MambaManager", "cached_blocks_this_step"),
     _members("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector", "sub_connectors"),
     _members(
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector", "connector_scheduler"
@@ -316,7 +317,7 @@ TAKES = (
     Takes("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks")),
     Takes("vllm.v1.core.block_pool:BlockPool.free_blocks", ("self", "ordered_blocks")),
     Takes(f"{SCHEDULER}.reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),
-    Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", ("self", "request")),
+    Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", ("self", "request", "new_computed_blocks")),
     Takes("vllm.v1.engine.core:EngineCore.collective_rpc", ("self", "method")),
     Takes("vllm.v1.engine.core:EngineCore.set_weight_version", ("self", "weight_version")),
     Takes("vllm.v1.engine.core:EngineCore.add_lora", ("self", "lora_request")),

@@ -10,9 +10,11 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
+    STATES,
     WINDOWED,
     Engine,
     given_back,
+    loading,
     prefilled,
     read,
     transfer,
@@ -40,6 +42,26 @@ def test_nobody_who_runs_is_preempted_for_a_conversation(engine: Any, after: int
     decode.run(*answers, "long")
     assert [request.num_preemptions for request in requests] == [0] * 5
     given_back(decode)
+
+
+def test_who_runs_misses_no_step_for_a_conversation(engine: Any) -> None:
+    """One conversation is not enough for the next piece of its prompt, and another request waits for blocks, too."""
+    prefill = engine(transfer("kv_producer", **ON))
+    decode = engine(transfer("kv_consumer", **ON, conversation_share=1.0), blocks=24, step_tokens=8 * BLOCK)
+    for number in range(5):
+        kept = list(range(500 * number, 500 * number + BLOCK + 2))
+        decoded(decode, f"d-{number}", kept, prefilled(prefill, f"p-{number}", kept))
+    assert decode.held() == 10
+    decode.scheduler.scheduler_config.long_prefill_token_threshold = 3 * BLOCK
+    for name in ("first", "second"):
+        decode.add(name, [ord(name[0])] * (9 * BLOCK), max_tokens=1)
+    for number in range(3):
+        decode.step()
+        decode.add(f"small-{number}", [900 + number] * 10, max_tokens=2)
+    decode.run("first", "second", *(f"small-{number}" for number in range(3)))
+    for name in ("first", "second"):
+        steps = [number for number, step in enumerate(decode.scheduled) if name in step]
+        assert steps == list(range(steps[0], steps[0] + 3)), name
 
 
 def test_a_new_request_gets_what_vllm_keeps_back_for_others_too(engine: Any) -> None:
@@ -82,6 +104,23 @@ def test_a_load_that_has_come_and_needs_one_more_block_gets_a_conversation_s(eng
     decode.add("behind", [1, 2, 3], max_tokens=1)
     decode.run("waits", "behind")
     assert not decode.connector.scheduler.producer.lending.holds("talks")
+
+
+def test_a_request_that_vllm_puts_off_by_a_step_costs_no_conversation(engine: Any) -> None:
+    """It begins with a recurrent state that has just come: vLLM says that no blocks are left, and there are."""
+    groups = (FULL, STATES)
+    prefill = engine(transfer("kv_producer", **ON), groups=groups)
+    decode = engine(transfer("kv_consumer", **ON), groups=groups)
+    first_turn(prefill, decode)
+    prompt = list(range(1000, 1001 + 3 * BLOCK))
+    loading(decode, "loads", prompt, prefilled(prefill, "p-2", prompt))
+    assert read(decode.receive_of("loads"))
+    decode.step(received={"loads"})
+    decode.add("begins alike", prompt, max_tokens=2)
+    decode.run("loads", "begins alike")
+    first = next(step for step in decode.scheduled if "loads" in step)
+    assert "begins alike" not in first, "it was put off"
+    assert decode.connector.scheduler.producer.lending.holds("d-1")
 
 
 def test_what_conversations_have_in_common_counts_once(engine: Any) -> None:

@@ -7,6 +7,7 @@ and reports failures per request, as it must where caches have several groups.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,65 @@ def test_parameters_that_lead_nowhere_fail_the_request_and_not_the_engine(engine
     assert isinstance(decode.receive_of("d-1").source, BadParameters)
     decode.step(failed={"d-1"})
     assert decode.ended("d-1").finish_reason is FinishReason.ERROR
+    decode.check_empty()
+
+
+LARGER = (replace(FULL, block_size=2 * BLOCK), replace(STATES, block_size=2 * BLOCK))
+UNEQUAL = (FULL, replace(WINDOWED, block_size=2 * BLOCK))
+NOWHERE = {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL,), (FULL, WINDOWED), (FULL, STATES), LARGER, UNEQUAL],
+    ids=["full", "window", "states", "larger", "unequal"],
+)
+@pytest.mark.parametrize("length", [10, 3 * BLOCK, 100, 111])
+@pytest.mark.parametrize("before", [0, BLOCK, 40, 49, 100], ids="{} tokens found at most".format)
+def test_a_refused_request_takes_one_block_and_is_never_computed(
+    engine: Any, groups: Any, length: int, before: int
+) -> None:
+    """Whatever of its prompt is cached, also where a hit ends inside a block, which vLLM prefers to as little more."""
+    block = max(group.block_size for group in groups)
+    decode = engine("kv_consumer", groups=groups, block=block, hash_block=BLOCK)
+    prompt = list(range(length))
+    if before:
+        decode.add("before", [*prompt[:before], *range(500, 510)], max_tokens=1)
+        decode.run("before")
+        decode.rest()
+    found = decode.shared(prompt)
+    bad = loading(decode, "bad", prompt, NOWHERE)
+    took = decode.receive_of("bad").stop
+    assert found < bad.num_computed_tokens and 0 < took <= block
+    assert decode.held() <= sum(-(-bad.num_computed_tokens // group.block_size) + 1 for group in groups)
+    decode.step()
+    decode.step(failed={"bad"})
+    assert decode.ended("bad").finish_reason is FinishReason.ERROR
+    assert not any("bad" in step for step in decode.scheduled)
+    decode.check_empty()
+
+
+def test_refused_requests_leave_in_the_prefix_cache_what_is_there(engine: Any) -> None:
+    decode = engine("kv_consumer", blocks=16)
+    cached = list(range(1000, 1000 + 12 * BLOCK))
+    decode.add("before", cached, max_tokens=1)
+    decode.run("before")
+    for number in range(3):
+        loading(decode, f"bad-{number}", list(range(number, number + 10 * BLOCK)), NOWHERE)
+        decode.step()
+        decode.step(failed={f"bad-{number}"})
+    assert decode.shared([*cached, 0]) == len(cached)
+
+
+def test_a_refused_request_that_vllm_admits_for_its_whole_prompt_gets_room_for_that(engine: Any) -> None:
+    """Else it would wait at the head of the queue for ever (`scheduler_reserve_full_isl`)."""
+    prefill = engine(transfer("kv_producer", **talks.ON))
+    decode = engine(transfer("kv_consumer", **talks.ON), blocks=8)
+    talks.first_turn(prefill, decode)
+    loading(decode, "bad", list(range(1000, 1000 + 6 * BLOCK)), NOWHERE)
+    assert not decode.connector.scheduler.producer.lending.num_held
+    decode.step()
+    decode.step(failed={"bad"})
     decode.check_empty()
 
 

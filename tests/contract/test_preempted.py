@@ -112,6 +112,10 @@ def test_what_will_free_blocks_is_waited_for(engine: Any, asked: Any, monkeypatc
         with monkeypatch.context() as patch:  # that another connector loads, or keeps
             patch.setitem(scheduler.requests, "kept", SimpleNamespace(status=status))
             assert not half._stands_still(), status
+    for status in (RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING_FOR_STREAMING_REQ):
+        with monkeypatch.context() as patch:  # that has no blocks yet, or a session whose client says nothing
+            patch.setitem(scheduler.requests, "idle", SimpleNamespace(status=status))
+            assert half._stands_still(), status
     for owner, name, value in (
         (scheduler, "deferred_frees", [(1, [])]),
         (type(half._quarantine), "num_blocks", 1),

@@ -40,7 +40,7 @@ def refused(decode: Core, name: str, params: Any, *words: str) -> None:
     receive = decode.engine.receive_of(name)
     assert isinstance(receive.source, BadParameters)
     assert [word for word in words if word not in receive.source.reason] == []
-    assert receive.source.kind is Refusal.WEIGHTS
+    assert receive.source.kind is Refusal.WEIGHTS and receive.stop <= BLOCK, "it takes no more than it needs to fail"
     decode.engine.step(failed={name})
     decode.engine.run(name)
     assert decode.engine.ended(name).finish_reason is FinishReason.ERROR

@@ -1,9 +1,10 @@
-"""Instances that take no more requests for now: others get them, and nobody is taken for broken."""
+"""Instances that take no more requests for now, or are paused: others get them, and nobody is taken for broken."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -16,25 +17,37 @@ WORDS = (
 )
 SAYS = {"error": {"message": WORDS, "type": "ServiceUnavailableError", "code": 503}}
 FULL = answers(SAYS, status=503)
-FULL_DECODES = {"a status": FULL, "a stream": streams(f"data: {json.dumps(SAYS)}\n\n".encode(), b"data: [DONE]\n\n")}
+PAUSE = {"error": {**SAYS["error"], "message": "Generation is paused. Please retry after it resumes."}}
+PAUSED = answers(PAUSE, status=503)
+
+
+def as_first_event(says: object) -> Handler:
+    return streams(f"data: {json.dumps(says)}\n\n".encode(), b"data: [DONE]\n\n")
+
+
+FULL_DECODES = {"a status": FULL, "a stream": as_first_event(SAYS)}
 """How a decode instance says so: to a stream also by its first event, behind status 200."""
+PAUSED_DECODES = {"paused": PAUSED, "paused, a stream": as_first_event(PAUSE)}
+"""From vLLM 0.33 on, the same of one that is paused."""
 UPSTREAM = answers({"error": {"message": "upstream connect error", "code": 503}}, status=503)
 
 
+@pytest.mark.parametrize("answer", [FULL, PAUSED], ids=["full", "paused"])
 @over_bench
-async def test_another_prefill_instance_gets_what_a_full_one_does_not_take(bench: Bench) -> None:
-    full, other, decode = [await bench.instance(handler) for handler in (FULL, HANDS_OVER, DONE)]
+async def test_another_prefill_instance_gets_what_a_full_one_does_not_take(bench: Bench, answer: Handler) -> None:
+    full, other, decode = [await bench.instance(handler) for handler in (answer, HANDS_OVER, DONE)]
     await bench.route([full.url, other.url], [decode.url])
     assert [(await bench.ask())[0] for _ in range(2 * FAILS)] == [200] * 2 * FAILS
     assert len(full.asked) == 1, "it is asked last for a while"
     assert len(other.asked) == len(decode.asked) == 2 * FAILS
 
 
-@pytest.mark.parametrize("says", FULL_DECODES)
+@pytest.mark.parametrize("says", [*FULL_DECODES, *PAUSED_DECODES])
 @over_bench
 async def test_what_a_full_decode_instance_does_not_take_is_prefilled_again(bench: Bench, says: str) -> None:
     """It has given back what the first prefill held."""
-    prefill, full, other = [await bench.instance(handler) for handler in (HANDS_OVER, FULL_DECODES[says], DONE)]
+    decode = (FULL_DECODES | PAUSED_DECODES)[says]
+    prefill, full, other = [await bench.instance(handler) for handler in (HANDS_OVER, decode, DONE)]
     await bench.route([prefill.url], [full.url, other.url])
     assert (await bench.ask())[0] == 200
     assert (len(prefill.asked), len(full.asked), len(other.asked)) == (2, 1, 1)
@@ -66,6 +79,28 @@ async def test_where_all_are_full_the_client_is_told_so_and_none_counts_as_faili
         assert status == 503 and answer["error"]["message"] == WORDS
     assert len((prefill if leg == "prefill" else decode).asked) == 2 * FAILS
     assert "times in a row" not in caplog.text
+
+
+@pytest.mark.parametrize("says", PAUSED_DECODES)
+@over_bench
+async def test_where_all_are_paused_the_client_is_told_so_and_none_counts_as_failing(
+    bench: Bench, caplog: pytest.LogCaptureFixture, says: str
+) -> None:
+    _, decode = await bench.pair(decode=PAUSED_DECODES[says])
+    for _ in range(2 * FAILS):
+        status, answer, _ = await bench.ask()
+        assert (status, answer) == (503, PAUSE)
+    assert len(decode.asked) == 2 * FAILS and "times in a row" not in caplog.text
+
+
+@over_bench
+async def test_one_that_is_paused_is_asked_last_for_longer_than_one_that_is_full(bench: Bench) -> None:
+    """A request that it gets is prefilled in vain."""
+    prefill, paused, other = [await bench.instance(handler) for handler in (HANDS_OVER, PAUSED, DONE)]
+    await bench.route([prefill.url], [paused.url, other.url])
+    assert (await bench.ask())[0] == 200
+    answers_of = bench.router.fleet._instances[paused.url].answers
+    assert answers_of.asked_last(InstanceRole.DECODE, time.monotonic() + 2 * FULL_S)
 
 
 @over_bench

@@ -44,11 +44,12 @@ def damage(patch: pytest.MonkeyPatch, half: SchedulerHalf, path: str) -> None:
     patch.setattr(owner(half, path), path.rpartition(".")[2], broken)
 
 
-def test_a_request_that_meets_one_when_it_arrives_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["consumer.add", "producer.drain", "operations.arrived"])
+def test_a_request_that_meets_one_when_it_arrives_fails_alone(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     params = hand_over(serving_half("kv_producer")[0])
     half, pool = make_half("kv_consumer")
     with monkeypatch.context() as patch:
-        patch.setattr(half.consumer, "add", broken)
+        damage(patch, half, path)
         receive = receive_of(half, pool, make_request("d-1", params))
     assert isinstance(receive.source, BadParameters) and "ZeroDivisionError: a defect" in receive.source.reason
     assert not isinstance(receive_of(half, pool, make_request("d-2", params)).source, BadParameters)

@@ -65,9 +65,10 @@ def prefix_digests(
     return digests
 
 
-def note_without_blocks(manager: KVCacheManager, told: Callable[[str, bool], None]) -> None:
+def note_without_blocks(manager: KVCacheManager, told: Callable[[str, bool], None], frees: Callable[[], bool]) -> None:
     """Have `told` hear of each request that finds no blocks from now on, and whether it waits with what was loaded for
-    it: vLLM asks for more blocks before it runs, and not about it any more.
+    it: vLLM asks for more blocks before it runs, and not about it any more. One that runs looks again as long as
+    `frees` gives some back: vLLM would have it miss the step, in which those that wait take what is free by then.
 
     Source: vLLM 0.32, `KVCacheManager.allocate_slots`, of which the scheduler alone learns it.
     """
@@ -75,11 +76,24 @@ def note_without_blocks(manager: KVCacheManager, told: Callable[[str, bool], Non
 
     @wraps(allocate)
     def allocate_slots(request: Request, *args: Any, **more: Any) -> KVCacheBlocks | None:
-        if (found := allocate(request, *args, **more)) is None:
+        while (found := allocate(request, *args, **more)) is None:
+            if request.status is not RequestStatus.RUNNING or not frees():
+                break
+        if found is None and not _next_step(manager, **more):
             told(request.request_id, request.status is not RequestStatus.RUNNING and request.num_computed_tokens > 0)
         return found
 
     manager.allocate_slots = allocate_slots
+
+
+def _next_step(manager: KVCacheManager, new_computed_blocks: KVCacheBlocks | None = None, **_: Any) -> bool:
+    """Whether vLLM puts a request off to the next step, however many blocks are free: it begins with a recurrent state
+    that is there behind this one (`MambaManager.get_num_blocks_to_allocate`)."""
+    hits = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+    return any(
+        blocks and blocks[-1].block_hash in getattr(group, "cached_blocks_this_step", ())
+        for blocks, group in zip(hits, manager.coordinator.single_type_managers, strict=False)
+    )
 
 
 def spare_lookups(manager: KVCacheManager, held_back: Callable[[str], bool]) -> None:

@@ -62,15 +62,17 @@ class EngineLoop:
         """Whether no request is being computed, nor by those that step in time with this engine."""
         return not (self._core.scheduler.running or self._core.engines_running)
 
+    def ends(self) -> bool:
+        """Whether it was told to: it does what it has, and then no more."""
+        return not self._core.is_running()
+
     def has_others(self, waiting: int) -> bool:
         """Whether the scheduler has requests besides `waiting` ones, another connector has work, or the engine is
         ending: it may abort all between two steps, and what the workers are to be told of that shows no sign."""
         scheduler = self._core.scheduler
         if len(scheduler.requests) != waiting or getattr(scheduler, "ec_connector", None) is not None:
             return True
-        if not self._core.is_running():
-            return True
-        return bool(scheduler.connector.has_pending_push_work())
+        return self.ends() or bool(scheduler.connector.has_pending_push_work())
 
     def wait(self, seconds: float) -> None:
         """Return when the queue holds something, at the latest after `seconds`. For the engine core's thread."""

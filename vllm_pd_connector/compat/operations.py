@@ -48,7 +48,14 @@ LOSES_WEIGHTS: Final = 2
 """The sleep level from which on weights are not kept."""
 
 
-_QUEUED = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+_QUEUED = frozenset(
+    {
+        RequestStatus.WAITING,
+        RequestStatus.PREEMPTED,
+        RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+        RequestStatus.WAITING_FOR_STREAMING_REQ,
+    }
+)
 
 
 class Operator(Protocol):
@@ -257,7 +264,7 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 
 def will_free_blocks(scheduler: Any) -> bool:
     """Whether a request runs, loads, or has ended and is kept, or a step in flight still writes what was freed; those
-    that wait in a queue have no blocks, or wait for more."""
+    that wait in a queue have no blocks, or wait for more, or, a streaming session, for what its client says next."""
     states = (request.status for request in scheduler.requests.values())
     return bool(scheduler.deferred_frees) or not _QUEUED.issuperset(states)
 

@@ -4,8 +4,11 @@ vLLM tells its connector of a decode request that it refuses, so that the prefil
 making of an answer for the taking of a request; but of a stream it has begun to answer before the request is checked
 against the model (log-probabilities above a limit, what a drafter cannot do), so it tells of none of these, nor of
 those of `/inference/v1/generate`. Their blocks would be held for the time of their lease. All requests are checked
-where they are given to the engine, and there they are followed. Of others vLLM tells a second time, which changes
-nothing.
+where they are given to the engine, and there they are followed, also where a client leaves meanwhile. Of others vLLM
+tells a second time, which changes nothing, and so it is of a request that has reached the engine core after all.
+
+Of a stream that the engine core itself refuses, before its scheduler has it, nobody tells: a medium that has left the
+processor's cache, say. Its prefill is held for the time of its lease.
 
 Source: vLLM 0.32 and 0.33, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_rejection_cleanup`),
 `entrypoints/openai/completion/serving.py` (`completion_stream_generator`), `v1/engine/async_llm.py`.
@@ -13,6 +16,7 @@ Source: vLLM 0.32 and 0.33, `entrypoints/generate/base/serving.py` (`_with_kv_tr
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 from typing import Any
@@ -26,13 +30,19 @@ def tell_of_refused_streams() -> None:
     if hasattr(take, "__wrapped__"):
         return
 
+    telling: set[asyncio.Task[None]] = set()
+
     @functools.wraps(take)
     async def add_request(engine: Any, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any) -> Any:
         try:
             return await take(engine, request_id, prompt, params, *args, **more)
-        except Exception:
+        except (Exception, asyncio.CancelledError) as error:
             if not engine.errored:
-                await _tell(engine, request_id, params, more.get("data_parallel_rank"))
+                told = asyncio.create_task(_tell(engine, request_id, params, more.get("data_parallel_rank")))
+                telling.add(told)
+                told.add_done_callback(telling.discard)
+                if not isinstance(error, asyncio.CancelledError):  # who waits is cancelled again at each turn
+                    await told
             raise
 
     AsyncLLM.add_request = add_request

@@ -22,7 +22,7 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Aborted, Full, Headers, InstanceRefusal, LegError, NothingHandedOver, is_full
+from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, NothingHandedOver, refusal_kind
 from vllm_pd_connector.routing.handoff import Body, check_client_body, decode_body
 
 if TYPE_CHECKING:
@@ -233,8 +233,8 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     whether it is one.
 
     Raises:
-        Full, InstanceRefusal: the first event is an error. vLLM counts its queue twice, and the second time it has said
-            200 (`--max-num-queued-reqs`).
+        InstanceRefusal: the first event is an error. vLLM counts its queue twice, and the second time it has said
+            200 (`--max-num-queued-reqs`); of a pause it learns after that.
         LegError: a choice ended as in `check_finished`.
     """
     if b"error" not in event and b"abort" not in event:
@@ -245,8 +245,7 @@ def check_event(event: bytes, first: bool, who: str) -> bool:
     if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        kind = Full if is_full(status, content) else InstanceRefusal
-        raise kind(who, status, content, {"Content-Type": "application/json"})
+        raise refusal_kind(status, content)(who, status, content, {"Content-Type": "application/json"})
     check_finished(found, who)
     return error is not None
 

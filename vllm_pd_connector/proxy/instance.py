@@ -106,10 +106,10 @@ class Wait:
 @dataclass(eq=False, slots=True)
 class Answers:
     """Why an instance is asked only where there is no other: it has aborted a request, which it does for a while, or
-    `FAILS` answers in a row have said that it failed. That one gets a request in `ASKED_LAST_S`, and is asked as before
-    when it has answered one. It may fail in one role alone. What decode instances fail with, of all that a prefill
-    instance hands over with good answers, is counted by itself: they alone tell. Or it has just taken no more requests,
-    which is no failure. `now` is seconds of the monotonic clock."""
+    is paused, or `FAILS` answers in a row have said that it failed. That one gets a request in `ASKED_LAST_S`, and is
+    asked as before when it has answered one. It may fail in one role alone. What decode instances fail with, of all
+    that a prefill instance hands over with good answers, is counted by itself: they alone tell. Or it has just taken no
+    more requests, which is no failure. `now` is seconds of the monotonic clock."""
 
     _aborts_until: float = -math.inf
     _full_until: float = -math.inf

@@ -18,7 +18,8 @@ Then it is asked last until a decode instance answers with what it handed over; 
 An instance that takes no more requests for now (vLLM's `--max-num-queued-reqs`, `--max-num-queued-tokens`) says so with
 503, to a stream also by its first event, before it has begun anything. That is no failure; the request is sent again to
 others, from its prefill on, because what a decode instance refuses is given back. It is asked last for a second. So is
-a prefill instance that answers well and hands nothing over, where that is needed; it counts as a failure, too.
+a prefill instance that answers well and hands nothing over, where that is needed; it counts as a failure, too. One that
+is paused says so in the same way, from vLLM 0.33 on, and is asked last as one that aborts.
 
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
@@ -31,7 +32,8 @@ So `give_back` sends a decode instance the parameters once more, with a request 
 tells its connector; where that was told before, it is told twice, which changes nothing.
 
 Source: vLLM 0.32 and 0.33, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_rejection_cleanup`,
-`_preflight`), `exceptions.py` (`QueueOverflowError`, `MaxQueuedTokensError`).
+`_preflight`), `exceptions.py` (`QueueOverflowError`, `MaxQueuedTokensError`), `v1/engine/core.py` (0.33,
+`_reject_add_while_paused`).
 """
 
 from __future__ import annotations
@@ -80,8 +82,6 @@ none itself, and a leg would wait for it as long as for a silent instance."""
 
 REFUSED: Body = {"prompt": "given back", "max_tokens": 1, "temperature": -1}
 """No engine samples at a temperature below 0."""
-_FULL = b"again later or on a different instance"
-"""Of vLLM's words; what stands before an instance may answer 503 for a request that it has begun."""
 
 TELLS, TELL_S = 3, 2.0
 """So many decode instances are asked to give a prefill back, for so many seconds each; then its lease is left."""
@@ -124,13 +124,18 @@ class Full(SentAgain, InstanceRefusal):
     """The instance takes no more requests for now."""
 
 
+class Paused(Full):
+    """It takes none until its operator lets it go on."""
+
+
 class NothingHandedOver(SentAgain, LegError):
     """A prefill instance answered well, and no cache can be had of it."""
 
 
-def is_full(status: int, content: bytes) -> bool:
-    """Whether an answer says that its instance takes no more requests for now."""
-    return status == 503 and _FULL in content
+def refusal_kind(status: int, content: bytes) -> type[InstanceRefusal]:
+    """`Full` or `Paused` where vLLM says so; what stands before it may answer 503 for a request that has begun."""
+    words = {b"again later or on a different instance": Full, b"Generation is paused": Paused}
+    return next((kind for said, kind in words.items() if status == 503 and said in content), InstanceRefusal)
 
 
 def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> None:
@@ -138,8 +143,7 @@ def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> 
     InstanceRefusal: an answer with another status than 200.
     """
     if response.status != 200:
-        kind = Full if is_full(response.status, content) else InstanceRefusal
-        raise kind(who, response.status, content, response.headers)
+        raise refusal_kind(response.status, content)(who, response.status, content, response.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +240,9 @@ class Legs:
                 silence = f"{self._limits.read_timeout:g} s"
                 self._note_failure(role, instance, request, 504)
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
-            except Aborted as error:
+            except (Aborted, Paused) as error:
                 instance.answers.aborted(now := time.monotonic())
-                logger.warning("%s instance %s aborts requests: asked last for %g s", role, instance.url, ASKED_LAST_S)
+                logger.warning("asked last for %g s: %s", ASKED_LAST_S, error)
                 error.elsewhere = any(not other.answers.aborts(now) for other in self._fleet.usable(role))
                 raise
             except (Full, NothingHandedOver) as error:
@@ -271,7 +275,8 @@ class Legs:
                     timeout=aiohttp.ClientTimeout(TELL_S),
                     allow_redirects=False,
                 ) as response:
-                    if response.status == 400 or is_full(response.status, await response.read()):
+                    kind = refusal_kind(response.status, await response.read())
+                    if response.status == 400 or issubclass(kind, Full):
                         logger.debug("request %s: %s was told that its prefill is given back", name, instance.url)
                         return
                     said = f"{instance.url} answered {response.status}"

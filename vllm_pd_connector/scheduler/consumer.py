@@ -225,7 +225,7 @@ class Consumer:
         self._receives[request.request_id] = Receive(BadParameters.of(reason))
 
     def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again.
+        """Tokens to load beyond the local prefix hit, 0 of what must fail (`refuses`); None if that is not known yet.
 
         vLLM computes the last prompt token itself whatever is cached, so no hit of its own includes it: one of all
         tokens before it is a full hit, for which nothing is loaded.
@@ -235,22 +235,25 @@ class Consumer:
         if not self._searches.settled(request, receive):
             return None
         if receive.turn is not None:
-            if (may := self.turns.may_read(receive)) is None:
-                return None
-            if not may:
+            if may := self.turns.may_read(receive):
+                return max(receive.num_tokens - num_computed_tokens, 0)
+            if may is not None:
                 self._forget(request.request_id, release=True)
-                return 0
-            return max(receive.num_tokens - num_computed_tokens, 0)
-        if isinstance(receive.source, BadParameters):
-            return int(max(request.num_prompt_tokens - num_computed_tokens, 0))
+            return None if may is None else 0
+        if receive.fails:
+            return 0
         if self.sources.prefilled_tokens(request) <= 0 or num_computed_tokens >= request.num_prompt_tokens - 1:
             return 0  # what is left is ours to compute
         count = max(receive.num_tokens - num_computed_tokens, 0)
         if count and (reason := receive.stale or self._own.unlike(receive.weights or self._own.now)):
             self._forget(request.request_id, release=True)
             self.refuse(request, (Withdrawn if receive.stale else OtherWeights)(reason))
-            return int(request.num_prompt_tokens - num_computed_tokens)
+            return 0
         return count
+
+    def refuses(self, request_id: str) -> bool:
+        """Whether a request must fail and does not wait for that yet."""
+        return (receive := self._receives.get(request_id)) is not None and receive.fails
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM allocated blocks. Called again when the loaded request is scheduled (with nothing external)."""
@@ -274,16 +277,13 @@ class Consumer:
         if receive.turn is not None:
             self.turns.counted += Counter(turns_read=1, turn_tokens=num_external_tokens)
 
-    def cannot_load(self, request: Request, reason: ProtocolError) -> bool:
-        """A defect of ours met a request that has no blocks yet. Whether it fails for that, as for bad parameters: what
-        is no decode request is computed."""
-        if (receive := self._receives.get(request.request_id)) is None:
-            return False
-        self.turns.lost(receive, str(reason))
-        self._drop(request, receive)
-        if receive.turn is None:
-            self.refuse(request, reason)
-        return receive.turn is None
+    def cannot_load(self, request: Request, reason: ProtocolError) -> None:
+        """A defect of ours met a request that has no blocks yet: it fails as for bad parameters; a turn is computed."""
+        if (receive := self._receives.get(request.request_id)) is not None:
+            self.turns.lost(receive, str(reason))
+            self._drop(request, receive)
+            if receive.turn is None:
+                self.refuse(request, reason)
 
     def cannot_begin(self, request: Request, num_external_tokens: int, reason: ProtocolError) -> None:
         """A defect of ours met a request when it got blocks. If vLLM waits for tokens, only the workers' report ends

@@ -8,6 +8,7 @@ wait for an engine step (leases, renewals, the side channel) lives in the thread
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,11 +85,13 @@ class SchedulerHalf:
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         loads = config.conversations or self.consumer.sources.loads
         watched = self.epochs, self.producer, self.consumer, self.beside
-        self.operations = Operations(*watched, lambda: self._quarantine, loads=loads)
+        ends = loop.ends if loop is not None else lambda: False
+        self.operations = Operations(*watched, lambda: self._quarantine, ends, loads=loads)
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
+        self._block_tokens = sys.maxsize  # of the blocks at whose ends vLLM's scheduler begins a load
         self.fills_unequal_hits = True  # and vLLM can take a hit that is deeper in one group than in another
         self._without_blocks: set[str] = set()  # who found none, where conversations could give some
         self._loaded_without: set[str] = set()  # the same in this step, of who is not asked about any more
@@ -126,11 +129,11 @@ class SchedulerHalf:
             self.epochs.was_reset()
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
-        self._manager = manager
+        self._manager, self._block_tokens = manager, manager.coordinator.scheduler_block_size
         self.fills_unequal_hits = not fails_over_unequal_hits(manager)
         spare_lookups(manager, self.share.holds_back)
         if self.producer.lending.enabled or self.producer.progress.enabled:
-            note_without_blocks(manager, self._found_no_blocks)
+            note_without_blocks(manager, self._found_no_blocks, self.frees_blocks)
 
         def tables(request_id: str) -> list[list[int]]:
             ids = manager.get_block_ids(request_id)
@@ -152,9 +155,9 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
-        self.producer.drain()  # an idle engine has not stepped since these leases ended
-        self.operations.arrived(request)
         try:
+            self.producer.drain()  # an idle engine has not stepped since these leases ended
+            self.operations.arrived(request)
             match kind_of(transfer_params(request)):
                 case Kind.REMOTE_PREFILL:
                     self.consumer.add(request)
@@ -186,8 +189,12 @@ class SchedulerHalf:
         try:
             count = self.consumer.num_remote_tokens(request, num_computed_tokens)
         except Exception as error:
-            fails = self.consumer.cannot_load(request, reason_of(error, logger, name, "it cannot be loaded"))
-            count = max(request.num_prompt_tokens - num_computed_tokens, 0) if fails else 0
+            count = 0
+            self.consumer.cannot_load(request, reason_of(error, logger, name, "it cannot be loaded"))
+        if self.consumer.refuses(name):
+            # vLLM fails what it waits for, and one block is enough for that. With fewer tokens it might rather go on
+            # with a hit that ends inside of one, and compute the request.
+            count = max(min(request.num_prompt_tokens - num_computed_tokens, self._block_tokens), 0)
         return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -15,7 +15,8 @@ that it was not done. Either way the log says what is in the way.
 **Pause.** One that clears caches resets them, by force, when vLLM finds the engine idle. It is not idle as long as
 `busy`: under `wait` until prefills' leases were read or have run out; else they are ended, and waited for is only what
 still moves: pushes that a worker has not given up yet, reads that failed and may still write, and the loads that `keep`
-keeps. It waits without a limit: where a prefill machine is gone while it writes, nobody ever says that this is over.
+keeps. It waits without a limit: where a prefill machine is gone while it writes, nobody ever says that this is over. An
+engine that is told to end does not wait: vLLM would wait with it, and be killed.
 
 **Sleep.** vLLM resets caches first. Before the memory goes, peers are told that the instance leaves; the workers close
 their transports then. `Producer.serve` is called again after the waking, and begins a new incarnation.
@@ -59,7 +60,8 @@ _NO_END = (
 
 
 class Operations:
-    """See the module; an `Operator`. One per engine, in the scheduler's thread. `loads`: see `watch`."""
+    """See the module; an `Operator`. One per engine, in the scheduler's thread. `ends`: whether the engine was told to;
+    `loads`: see `watch`."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Operations:
         consumer: Consumer,
         beside: Beside,
         quarantine: Callable[[], Quarantine | None],
+        ends: Callable[[], bool],
         *,
         loads: bool,
     ) -> None:
@@ -76,6 +79,7 @@ class Operations:
         self._consumer = consumer
         self._beside = beside
         self._quarantine = quarantine
+        self._ends = ends
         self._pause = ""  # the mode of a pause that clears caches
         self._tell_at = 0.0
         self._scheduler = watch(self, loads=loads)
@@ -156,8 +160,8 @@ class Operations:
 
     @property
     def busy(self) -> bool:
-        """Whether a pause has not come about yet: vLLM asks before it clears the caches."""
-        if not self._pause:
+        """Whether a pause has not come about yet: vLLM asks before it clears the caches, and before it ends."""
+        if not self._pause or self._ends():
             return False
         if self._pause != "wait":
             self._producer.end_leases(End.RESET)

@@ -12,7 +12,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import first_lacking, trace_headers
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.metadata import ReceiveRequest, draw_attempt
+from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, draw_attempt
 from vllm_pd_connector.observability.stats import ComputedHere
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
@@ -72,6 +72,11 @@ class Receive:
         if self.found is not None:
             return not self.found.done()
         return self.turn is not None and not self.asked and not self.answers
+
+    @property
+    def fails(self) -> bool:
+        """Whether it must, and vLLM does not wait for that yet."""
+        return isinstance(self.source, BadParameters) and not self.loading
 
     def order(
         self, request: Request, source: Source, tables: tuple[BlockTable, ...], start: int, weights: Weights

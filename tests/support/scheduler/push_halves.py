@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, make_half, make_request, until
+from tests.support.scheduler.halves import BLOCK, FULL, PROMPT, TOKEN, make_half, make_request, until
 from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire import push_messages as pm
@@ -109,7 +109,7 @@ class Prefill(PushPeer):
         half, self.pool = make_half("kv_producer", mode="push", spec=spec, **changes)
         half.serve([b"manifest"], [TOKEN])
         self.tables: dict[str, list[list[int]]] = {}
-        unaligned = SimpleNamespace(enable_partial_hash_hits=False)
+        unaligned = SimpleNamespace(enable_partial_hash_hits=False, scheduler_block_size=BLOCK)
         config = SimpleNamespace(kv_cache_groups=())
         of_vllm: dict[str, Any] = {"coordinator": unaligned, "kv_cache_config": config}
         of_vllm |= {"prefix_cache_lookup_enabled": bool, "allocate_slots": list}
