@@ -113,8 +113,8 @@ class PushTable:
             return None
         registration = self._registrations.get(into.attempt)
         if registration is None:
-            if refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights):
-                self._replies.append((ticket, self._registrations.refuse(into, refusal)))
+            if (refusal := self._registrations.refusal(into, self._weights)) is not None:
+                self._replies.append((ticket, refusal))
                 return None
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
             registration.tickets[ticket] = now + ANSWER_S
