@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -315,12 +316,44 @@ def test_blocks_that_a_prefill_instance_may_still_write_stay_in_quarantine(write
     assert target.quarantined == {"d"} and not target.drained
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(prefill: Prefill) -> None:
-    class Unclosed(LoopbackTransport):
-        def close(self) -> None:
-            raise RuntimeError("the library does not end")
+class Unclosed(LoopbackTransport):
+    def close(self) -> None:
+        raise RuntimeError("the library does not end")
 
+
+def test_the_memory_does_not_go_where_the_transport_does_not_close_and_nobody_takes_the_worker_for_ended(
+    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    half.unregister()
+    monkeypatch.setattr(registry, "create", lambda *_: Unclosed())
+    half.restore()
+    loop = half._loop
+    assert loop is not None
+    for call in (half.unregister, half.unregister, half.restore):
+        with pytest.raises(PDConnectorError, match=r"pd-transfer .* restart the instance"):
+            call()
+    assert "transport loopback does not close" in caplog.text
+    socket.create_connection((loop.life.address, loop.life.port)).close()
+    loop._processes.close()
+
+
+def test_a_transport_that_could_not_register_and_does_not_close_keeps_the_memory(
+    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses(Unclosed):
+        def register(self, segments: Any) -> None:
+            raise TransferError("no memory can be pinned")
+
+    half.unregister()
+    monkeypatch.setattr(registry, "create", lambda *_: Refuses())
+    with pytest.raises(TransferError, match="no memory can be pinned"):
+        half.restore()
+    with pytest.raises(PDConnectorError, match="restart the instance"):
+        half.restore()
+    half._ending[0]._processes.close()  # type: ignore[union-attr]
+
+
+def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(prefill: Prefill) -> None:
     decode = Decode(Config(transport="loopback", staging_bytes=0), transport=Unclosed())
     set_faults(prefill.transports, frozen=True)
     decode.loop.submit([prefill.request("a")], [])
@@ -328,6 +361,7 @@ def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(prefill: 
     decode.loop.close()
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained
+    decode.loop._processes.close()
 
 
 # -- caches that are written before the first forward ------------------------------------------------------------------

@@ -120,7 +120,11 @@ class Openings:
         self._ending.append((opening.place, thread))
 
     def close(self) -> None:
-        """End what runs, and let go of the engine."""
+        """End what runs, and let go of the engine.
+
+        Raises:
+            TransferError: a step does not end; the engine stays until it does.
+        """
         until = time.monotonic() + CLOSE_S
         while self._running and time.monotonic() < until:
             for opening in self._running:
@@ -128,12 +132,13 @@ class Openings:
                 assert opening.thread is not None
                 opening.thread.join(_AGAIN_S)
             self._look_after(time.monotonic())
-        if self._running:
-            logger.error(
-                "Mooncake is still opening %s: its engine stays until that ends, and reads may land until then",
-                ", ".join(opening.segment for opening in self._running),
-            )
         self._engine = None
+        if self._running:
+            peers = ", ".join(opening.segment for opening in self._running)
+            reason = (
+                f"Mooncake is still opening {peers}: its engine stays until that ends, and bytes may land until then"
+            )
+            raise TransferError(reason, terminal=False)
 
     def _step(self, opening: Opening) -> Callable[[str], int]:
         """The probe, or, when that has worked, an empty read: it opens a peer and moves nothing."""
