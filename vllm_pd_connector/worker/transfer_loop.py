@@ -156,7 +156,8 @@ class TransferLoop:
         reports any more. No cache is read or written after this returns, unless it still `runs`."""
         self._stop = True
         self._wake.set()
-        self._thread.join(timeout=SHUTDOWN_S)
+        if self._thread.ident is not None:  # else there was no thread to be had
+            self._thread.join(timeout=SHUTDOWN_S)
         self._comparison.close()
         if not self.runs:
             self._wake.close()
@@ -179,9 +180,16 @@ class TransferLoop:
             while not self._stop:
                 self._sleep()
                 self._turn(time.monotonic())
-            self._fail_all("this instance is shutting down", time.monotonic())
+            self._end_all("this instance is shutting down", time.monotonic())
         if not self._holds:  # else its reads may go on
             self._receives.ended()
+
+    def _end_all(self, reason: str, now: float) -> None:
+        """No order is left untaken: vLLM would wait for its report."""
+        while self._inbox:
+            if not isinstance(order := self._inbox.popleft(), str):
+                self._receives.fail(order, reason, now)
+        self._fail_all(reason, now)
 
     def _fail_all(self, reason: str, now: float) -> None:
         self._receives.fail_all(reason, now)
