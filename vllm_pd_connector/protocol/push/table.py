@@ -357,10 +357,10 @@ class PushTable:
         if registration.state in (pm.PushState.DONE, pm.PushState.FAILED):
             return
         # A client's words may stand in it, and a command that cannot be encoded would be in the way of all others.
-        registration.reason = reason.encode(errors="replace").decode()[:MAX_TEXT]
+        reason = registration.reason = reason.encode(errors="replace").decode()[:MAX_TEXT]
         registration.state = pm.PushState.FAILED
+        registration.ordered = self._commands.cancel(registration.into.attempt, reason, registration.ordered)
         if registration.ordered:
-            self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
             self._answer(registration, pm.Pushed(registration.state, registration.reason, False))
             self._draining.add(registration)
             self._forget(registration)
