@@ -80,6 +80,26 @@ def test_a_push_that_could_not_be_asked_for_gives_its_prefill_back(writer, targe
     target.until(lambda: target.drained == target.quarantined, "nothing to be in quarantine")
 
 
+def test_a_question_that_left_before_a_defect_may_be_obeyed_and_is_withdrawn(writer, target, monkeypatch):
+    """Blocks would be free that are being written."""
+    set_faults(writer.transports, held=True)
+    writer.whole()
+    ask, met = target.loop._calls.ask, []
+
+    def broken(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
+        ask(address, request, timeout_s, handler)
+        if isinstance(request, PushInto) and not met:
+            met.append(request)
+            raise RuntimeError("a defect")
+
+    monkeypatch.setattr(target.loop._calls, "ask", broken)
+    assert not target.received(target.request(writer))[0]
+    assert target.quarantined == {"d"}
+    set_faults(writer.transports, held=False)
+    target.until(lambda: target.drained == {"d"}, "the prefill side's word")
+    assert writer.server.counts()["WithdrawPush"]
+
+
 def test_a_push_for_which_the_prefill_side_has_no_room_yet_waits(writer, target, monkeypatch):
     """Each rank of each decode instance asks, so a thousand good requests may be too many for a while."""
     with monkeypatch.context() as patch:

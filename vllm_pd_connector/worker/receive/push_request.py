@@ -197,15 +197,19 @@ class PushRequester:
         message: PushInto | WithdrawPush,
         handler: Callable[[ActiveReceive, Outcome, float], None],
     ) -> None:
-        question = active.question + 1
+        active.question += 1
+        self._asked_for[active] = None
+        question, active.retry_at, active.busy = active.question, None, ""
 
         def answered(outcome: Outcome, now: float) -> None:
             if active.question == question:  # else another was sent since
                 handler(active, outcome, now)
 
-        self._calls.ask(active.link.endpoint, message, self._timeout_s, answered)
-        active.question, active.retry_at, active.busy = question, None, ""
-        self._asked_for[active] = None
+        try:
+            self._calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+        except ProtocolError:  # nothing was sent; behind any other error somebody may write
+            active.question -= 1
+            raise
 
     def _asked(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
         match outcome:
