@@ -78,6 +78,10 @@ class Unreachable(ProtocolError):
     """Nobody takes connections at an address, or nobody knows the name of its host."""
 
 
+class Busy(ProtocolError):
+    """No room here for one more request just now; it may be made again soon."""
+
+
 class UnauthenticatedPeer(ProtocolError):
     """A peer that cannot prove who it is where proof is asked for."""
 

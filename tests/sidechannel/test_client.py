@@ -22,7 +22,7 @@ from tests.support.sidechannel.ends import (
     frame,
     wait_for,
 )
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachable
+from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_REQUEST_FRAME
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -170,7 +170,7 @@ def test_requests_under_way_are_bounded(client):
         where = endpoint("127.0.0.1", silent.getsockname()[1])
         for _ in range(1024):
             client.send(where, m.Release(()), PATIENCE_S)
-        with pytest.raises(ProtocolError, match="1024 requests are under way"):
+        with pytest.raises(Busy, match="1024 requests are under way"):
             client.send(where, m.Release(()), PATIENCE_S)
 
 

@@ -6,15 +6,21 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from tests.support.geometry.world import instance
+from tests.support.ports import free_port
 from tests.support.worker.decode_instance import Prefill, decode, prefill
 from tests.support.worker.library_processes import VARIANTS
+from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
 from tests.support.worker.writer import CONFIG, Target, Writer
-from vllm_pd_connector.config import Config
+from vllm_pd_connector.config import Config, parse_config
+from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker import transfer_loop
+from vllm_pd_connector.worker.half import WorkerHalf
 from vllm_pd_connector.worker.peers import process_watch
 from vllm_pd_connector.worker.push.driver import Pushes
 from vllm_pd_connector.worker.receive.driver import Receives
@@ -71,6 +77,21 @@ def other() -> Iterator[Prefill]:
 def config(request: pytest.FixtureRequest) -> Config:
     """Of pairs that push."""
     return msgspec.structs.replace(CONFIG, **getattr(request, "param", {}))
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
+    """Of a prefill instance that writes and is asked for checksums; its caches are registered."""
+    [worker] = instance(MODEL, P_SIDE, "p-0")[:1]
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    extra = {"transport": "loopback", "mode": "push", "verify": "all", "side_channel_port": free_port()}
+    config = parse_config({**extra, "shutdown_timeout": 0})
+    roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
+    made = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
+    made.register({})
+    yield made
+    made.shutdown()
 
 
 @pytest.fixture(params=list(VARIANTS))

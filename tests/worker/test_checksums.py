@@ -21,7 +21,7 @@ from tests.support.worker.decode_instance import Decode, Prefill, set_deadline
 from tests.support.worker.late_memory import LateMemory
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import DeadlineExceeded
+from vllm_pd_connector.errors import Busy, DeadlineExceeded
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
 from vllm_pd_connector.metadata import PushFrom, ReceiveRequest, StepMetadata
@@ -106,6 +106,26 @@ def test_a_comparison_that_cannot_begin_fails_its_receive_alone(decode, monkeypa
         assert decode.failures == {"internal": 1} and not met
         patch.undo()
         assert decode.received(prefill.held("b")) == [True] and decode.verified == 1
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["raised", "heard later"])
+def test_a_comparison_for_which_no_socket_is_left_yet_waits_for_one(decode, monkeypatch, heard):
+    monkeypatch.setattr(compare, "RETRY_S", 0.01)
+    ask, asked = decode.loop._calls.ask, []
+
+    def full(address, message, timeout_s, handler=None):
+        asked.extend([message] if isinstance(message, m.GetChecksums) else [])
+        if asked and message is asked[-1] and len(asked) < 3:
+            busy = Busy("side channel: no socket is left: Too many open files")
+            if not heard:
+                raise busy
+            return handler(busy, time.monotonic())
+        return ask(address, message, timeout_s, handler)
+
+    monkeypatch.setattr(decode.loop._calls, "ask", full)
+    with contextlib.closing(Verifying()) as prefill:
+        assert decode.received(prefill.held("a")) == [True] and len(asked) == 3
+        assert decode.verified == 1
 
 
 def test_equal_contents_are_verified_and_counted(decode):

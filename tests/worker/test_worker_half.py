@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +15,10 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tests.support.geometry.world import instance
-from tests.support.ports import free_port
-from tests.support.worker.decode_instance import D_SIDE, Decode, Prefill, set_faults, under_way, until, until_in
+from tests.support.worker.decode_instance import D_SIDE, Prefill, set_faults, under_way, until, until_in
 from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
 from tests.support.worker.writer import Target, Writer, hold_writes
-from vllm_pd_connector.config import Config, parse_config
+from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob
@@ -132,21 +131,6 @@ def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
-    """Of a prefill instance that writes and is asked for checksums; its caches are registered."""
-    [worker] = instance(MODEL, P_SIDE, "p-0")[:1]
-    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
-    extra = {"transport": "loopback", "mode": "push", "verify": "all", "side_channel_port": free_port()}
-    config = parse_config({**extra, "shutdown_timeout": 0})
-    roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
-    engines = SimpleNamespace(data_parallel_index=0, use_ubatching=False)
-    made = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
-    made.register({})
-    yield made
-    made.shutdown()
 
 
 def take_step(half: WorkerHalf, metadata: StepMetadata) -> None:
@@ -313,21 +297,6 @@ def test_blocks_that_a_prefill_instance_may_still_write_stay_in_quarantine(write
     target.loop.close()
     assert target.wait_for("d") == [False]
     assert target.quarantined == {"d"} and not target.drained
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_reads_of_a_transport_that_does_not_close_are_not_known_to_end(prefill: Prefill) -> None:
-    class Unclosed(LoopbackTransport):
-        def close(self) -> None:
-            raise RuntimeError("the library does not end")
-
-    decode = Decode(Config(transport="loopback", staging_bytes=0), transport=Unclosed())
-    set_faults(prefill.transports, frozen=True)
-    decode.loop.submit([prefill.request("a")], [])
-    until(lambda: decode.reads("a"), "the read")
-    decode.loop.close()
-    assert decode.wait_for("a") == [False]
-    assert decode.quarantined == {"a"} and not decode.drained
 
 
 # -- caches that are written before the first forward ------------------------------------------------------------------

@@ -2,14 +2,18 @@
 
 A decode worker's `GetChecksums` and a prefill worker's `NextChecksumJob` are answered later than they come, so this
 machine keeps where each answer goes (`B`, opaque) and returns the answers that an event makes due. A job is given to a
-worker again and again until its checksums have come, so a lost answer only costs time. What the workers send for a job
-is bounded by the frame that must bring it to the readers. The caller has authenticated the worker. No clock, no socket.
+worker again and again until its checksums have come, so a lost answer only costs time; each time under another number,
+so that what was sent for an earlier one and comes late, over a connection that has ended, completes nothing. What the
+workers send for a job is bounded by the frame that must bring it to the readers. The caller has authenticated the
+worker. No clock, no socket.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
 
 from vllm_pd_connector.geometry.blocks import unsendable
 from vllm_pd_connector.protocol.wire import messages as m
@@ -30,16 +34,19 @@ MAX_JOB_BYTES = MAX_REPLY_FRAME - 1024
 
 @dataclass(slots=True)
 class _Work(Generic[B]):
-    job: m.ChecksumJob
+    job: m.ChecksumJob  # without a number
     waiting: list[B] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)  # under which each worker was given it last
     pieces: dict[int, list[m.ChecksumPart]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes that each worker has sent
     done: set[int] = field(default_factory=set)
 
-    def forget(self, worker: int) -> None:
-        """The worker begins anew."""
+    def give(self, worker: int, number: int) -> m.ChecksumJob:
+        """The worker begins, or begins anew."""
         self.pieces.pop(worker, None)
         self.sizes.pop(worker, None)
+        self.numbers[worker] = number
+        return msgspec.structs.replace(self.job, job=number)
 
     def take(self, found: m.JobChecksums, workers: int) -> None:
         """Keep a message's checksums. When all are too large for an answer none are kept, and nobody makes more."""
@@ -74,28 +81,30 @@ class Verification(Generic[B]):
             over = (of for of, work in self._work.items() if len(work.done) == self.workers)
             if len(self._work) >= MAX_JOBS and self._work.pop(next(over, None), None) is None:
                 return [(back, m.Failure(m.FailureCode.BUSY, f"{MAX_JOBS} other requests are being compared here"))]
-            self._number += 1
-            work = self._work[key] = _Work(m.ChecksumJob(self._number, tuple(tables), request.starts, request.stop))
+            work = self._work[key] = _Work(m.ChecksumJob(0, tuple(tables), request.starts, request.stop))
         if len(work.done) == self.workers:
             return [(back, _verified(work))]
         work.waiting = [*work.waiting[-MAX_WAITING + 1 :], back]
         idle = [worker for worker in self._idle if worker not in work.done]
-        return [(self._idle.pop(worker), work.job) for worker in idle]
+        return [(self._idle.pop(worker), self._give(work, worker)) for worker in idle]
 
     def next_job(self, back: B, worker: int) -> list[tuple[B, m.Reply]]:
         """A worker has nothing to do."""
         for work in self._work.values():
             if worker not in work.done:
-                work.forget(worker)
-                return [(back, work.job)]
+                return [(back, self._give(work, worker))]
         self._idle[worker] = back
         return []
+
+    def _give(self, work: _Work[B], worker: int) -> m.ChecksumJob:
+        self._number += 1
+        return work.give(worker, self._number)
 
     def add(self, back: B, found: m.JobChecksums) -> list[tuple[B, m.Reply]]:
         """A worker has made checksums."""
         answers: list[tuple[B, m.Reply]] = [(back, m.Accepted())]
         for work in self._work.values():
-            if work.job.job != found.job or found.worker in work.done or found.worker >= self.workers:
+            if work.numbers.get(found.worker) != found.job or found.worker in work.done or found.worker >= self.workers:
                 continue
             work.take(found, self.workers)
             if len(work.done) == self.workers:

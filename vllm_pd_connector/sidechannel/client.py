@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachable
+from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.sidechannel.net.dial import Dial
 from vllm_pd_connector.sidechannel.net.sockets import MAX_PENDING, connect, dealer, place_of, take
@@ -105,20 +105,21 @@ class SideChannelClient:
         """Send a request to the server at `endpoint` (see `net.sockets.endpoint`); returns its token.
 
         Raises:
-            ProtocolError: the request is too large, the endpoint is no address, MAX_PENDING are under way there, or
-                MAX_SERVERS others that have answered before owe answers.
+            Busy: MAX_PENDING are under way there, MAX_SERVERS others that have answered before owe answers, or no
+                socket is left.
+            ProtocolError: the request is too large, or the endpoint is no address.
         """
+        link = self._links.get(endpoint)
+        if link is not None and len(link.pending) >= MAX_PENDING:
+            raise Busy(f"{len(link.pending)} requests are under way there, the limit is {MAX_PENDING}")
         token = next(self._tokens)
         now = self._clock()
         frame = m.encode(token, request)
-        link = self._links.get(endpoint)
         if link is None:
             place = place_of(endpoint)
             self._make_room()
             made = dealer(self._context, place[2], self._watch, self._keys)
             link = self._links[endpoint] = _Link(endpoint, *place, *made, now, now)
-        if len(link.pending) >= MAX_PENDING:
-            raise ProtocolError(f"{len(link.pending)} requests are under way there, the limit is {MAX_PENDING}")
         link.pending[token] = _Pending(frame, m.REPLY_OF[type(request)], now + timeout_s, timeout_s)
         link.used_at = now
         if link.connected:
@@ -198,7 +199,7 @@ class SideChannelClient:
             return
         yielding = [link for link in self._links.values() if not (link.answered and link.pending)]
         if not yielding:
-            raise ProtocolError(f"{MAX_SERVERS} other servers owe answers, which is the limit; ask later")
+            raise Busy(f"{MAX_SERVERS} other servers owe answers, which is the limit; ask later")
         new = self._clock() - NEW_S
 
         def last(link: _Link) -> tuple[int, float]:

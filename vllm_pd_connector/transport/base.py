@@ -147,7 +147,8 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything, ending running transfers: nothing lands afterwards.
+        """Release everything, ending running transfers: nothing lands afterwards. Raises where that cannot be had: the
+        memory then stays mapped for good, and no peer is told that this process has ended.
 
         Registered memory may be unmapped once no peer reads or writes it: over TCP a process dies that is asked for
         memory it unmapped, so peers are told first.

@@ -32,7 +32,7 @@ class PendingCalls:
         """Send a request; `handler` gets the outcome in a later `deliver`. Without one nobody waits for it.
 
         Raises:
-            ProtocolError: it cannot be sent; see `SideChannelClient.send`.
+            ProtocolError: it cannot be sent, or not yet (Busy); see `SideChannelClient.send`.
         """
         token = self._client.send(endpoint, request, timeout_s)
         if handler is not None:

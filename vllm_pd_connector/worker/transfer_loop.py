@@ -105,7 +105,7 @@ class TransferLoop:
         self._wake = Wake()
         self._forwards = ForwardThread(microbatches=microbatches)
         self._comparison = ChecksumComparison(config, manifest, self._wake)
-        self._stop = self._failed = False
+        self._stop = self._failed = self._holds = False
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._started: Future[bytes] = Future()
 
@@ -153,18 +153,19 @@ class TransferLoop:
 
     def close(self) -> None:
         """End the thread: receives and pushes under way fail and their leases are given back, but nobody takes their
-        reports any more. No cache is read or written after this returns, unless the thread still `runs`."""
+        reports any more. No cache is read or written after this returns, unless it still `runs`."""
         self._stop = True
         self._wake.set()
-        self._thread.join(timeout=SHUTDOWN_S)
+        if self._thread.ident is not None:  # else there was no thread to be had
+            self._thread.join(timeout=SHUTDOWN_S)
         self._comparison.close()
         if not self.runs:
             self._wake.close()
 
     @property
     def runs(self) -> bool:
-        """Whether the thread has not ended."""
-        return self._thread.is_alive()
+        """Whether caches may still be read or written: the thread has not ended, or its transport did not close."""
+        return self._thread.is_alive() or self._holds
 
     # Everything below runs in the thread.
 
@@ -179,8 +180,16 @@ class TransferLoop:
             while not self._stop:
                 self._sleep()
                 self._turn(time.monotonic())
-            self._fail_all("this instance is shutting down", time.monotonic())
-        self._receives.ended()  # not after a transport that did not close: its reads may go on
+            self._end_all("this instance is shutting down", time.monotonic())
+        if not self._holds:  # else its reads may go on
+            self._receives.ended()
+
+    def _end_all(self, reason: str, now: float) -> None:
+        """No order is left untaken: vLLM would wait for its report."""
+        while self._inbox:
+            if not isinstance(order := self._inbox.popleft(), str):
+                self._receives.fail(order, reason, now)
+        self._fail_all(reason, now)
 
     def _fail_all(self, reason: str, now: float) -> None:
         self._receives.fail_all(reason, now)
@@ -190,9 +199,9 @@ class TransferLoop:
     def _begin_work(self, ending: contextlib.ExitStack) -> None:
         """Make what the thread works with; `ending` gets what becomes of it, however far this comes."""
         self._processes = ProcessWatches(self._address, self._wake.set)
-        ending.callback(self._processes.close)  # last: nothing lands any more
+        ending.callback(self._let_go)
         self._transport = self._make_transport()
-        ending.callback(self._transport.close)
+        self._holds = True
         states = any(group.kind is GroupKind.STATE for group in self._manifest.groups)
         self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes, states=states)
         if self._config.mode == "auto" or self._push is not None:
@@ -218,6 +227,18 @@ class TransferLoop:
         )
         if self._push is not None:
             self._pushes = Pushes(*common, self._push, self._reader, self._outbox.counting)
+
+    def _let_go(self) -> None:
+        """Last: end the transport, and then be seen to have ended. Where it does not close, what it moves may land: the
+        memory must stay, and who watches this worker must not take it for ended."""
+        try:
+            if self._holds:
+                self._transport.close()
+        except Exception:
+            logger.exception("transport %s does not close: restart the instance", self._config.transport)
+            return
+        self._holds = False
+        self._processes.close()
 
     def _sleep(self) -> None:
         """Until something is to be done; without memory to wait with, say, for a moment. Without this thread nobody's

@@ -68,7 +68,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "requests under way are bounded",
-        "SideChannelClient", "        if len(link.pending) >= MAX_PENDING:", "        if False:",
+        "SideChannelClient", "        if link is not None and len(link.pending) >= MAX_PENDING:", "        if False:",
         "test_requests_under_way_are_bounded",
     ),
     Guarantee(

@@ -167,7 +167,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a decode worker that ends gives its leases back",
-        "TransferLoop", '            self._fail_all("this instance is shutting down", time.monotonic())\n', "",
+        "TransferLoop", '            self._end_all("this instance is shutting down", time.monotonic())\n', "",
         "test_a_decode_worker_that_ends_gives_its_leases_back",
     ),
     Guarantee(

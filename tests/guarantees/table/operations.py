@@ -18,7 +18,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a prefill of other weights is not pushed",
-        "PushTable", "or unlike(self._weights, into.weights)", "",
+        "Registrations", "if reason := unlike(weights, into.weights):", "if reason := \"\":",
         "test_other_weights_than_the_decode_side_s_are_not_written",
     ),
     Guarantee(

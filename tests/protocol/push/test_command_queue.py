@@ -105,12 +105,67 @@ def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:
     table.register(into(), (b"d", 0), 0.0)
     table.progressed("p-1", LONG, 16, 1)
     table.tick(0.0)
-    table.close("p-1", "unknown field `\ud800`", 0.0)
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    table.replies.take()
+    table.close("p-1", "unknown field `\ud800`", 0.0)
+    table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 2), WORKER, 0.0)
     replies = dict(table.replies.take())
     assert {type(reply) for reply in replies.values()} == {pm.Pushed, pm.Commands}
     for reply in replies.values():
         assert m.decode_reply(m.encode(1, reply))[1] == reply
+
+
+def test_of_a_cancelled_push_nothing_is_kept_that_was_not_handed_out() -> None:
+    book, begin = CommandQueue(2), pm.BeginCommand(into())
+    attempt, other = begin.into.attempt, pm.WriteCommand(b"o" * 16, LONG, 16, 1, final=False)
+    writes = [pm.WriteCommand(attempt, LONG, ready, ready, final=False) for ready in (16, 32)]
+    book.add(begin, writes[0])
+    book.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    assert book.hand_out() == [(WORKER, pm.Commands(2, (begin, writes[0])))]
+    book.add(writes[1], other)
+    assert book.cancel(attempt, "aborted", {0, 1}) == {0}, "the other never hears of it"
+    cancel = pm.CancelCommand(attempt, "aborted")
+    assert taken(book) == [[begin, writes[0], other, cancel]], "what was handed out may have been lost on its way"
+    book.await_commands(pm.AwaitCommands(b"t" * 16, 1, 0), WORKER, 0.0)
+    assert book.hand_out() == [(WORKER, pm.Commands(4, (other,)))]
+    assert book.cancel(attempt, "again", set()) == set()
+
+
+def test_for_a_worker_that_does_not_ask_nothing_gathers_of_pushes_that_have_failed() -> None:
+    """It may hang for hours, while clients come and give up."""
+    table, seen = PushTable(2, 30.0), 0
+    for number in range(8):
+        request_id, name = f"p-{number}", f"t-{number}"
+        table.started(request_id, name, STOP, DIGEST, 0.0)
+        message = into(number, 8, name)
+        table.register(message, (b"d", number), 0.0)
+        table.progressed(request_id, LONG, 16, number)
+        table.tick(0.0)
+        table.await_commands(pm.AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0)
+        [(_, orders)] = table.replies.take()
+        assert isinstance(orders, pm.Commands)
+        seen = orders.last
+        table.close(request_id, "aborted", 0.0)
+        [(ticket, told)] = table.replies.take()
+        assert ticket == (b"d", number) and isinstance(told, pm.Pushed) and not told.terminal, "the other may write"
+        table.withdraw(pm.WithdrawPush(message.prefill, message.attempt), (b"d", number), 0.0)
+        table.ended(pm.PushEnded(b"t" * 16, 0, message.attempt, False, "aborted", True))
+        [(ticket, told)] = table.replies.take()
+        assert ticket == (b"d", number) and isinstance(told, pm.Pushed) and told.terminal
+    assert not table._commands._commands[1]
+
+
+def test_a_push_of_which_no_worker_has_heard_is_over_when_it_fails() -> None:
+    table = PushTable(2, 30.0)
+    table.started("p-1", "t-1", STOP, DIGEST, 0.0)
+    table.register(into(), (b"d", 0), 0.0)
+    table.progressed("p-1", LONG, 16, 1)
+    table.tick(0.0)
+    table.close("p-1", "aborted", 0.0)
+    [(_, told)] = table.replies.take()
+    assert isinstance(told, pm.Pushed) and told.state is pm.PushState.FAILED and told.terminal
+    table.register(into(), (b"d", 1), 0.0)
+    assert table.replies.take() == [((b"d", 1), told)], "a copy that comes late is refused"
 
 
 def test_a_copy_of_a_question_over_a_connection_that_has_ended_keeps_no_order_from_its_worker() -> None:

@@ -25,6 +25,9 @@ def lose(table: PushTable, number: int, now: float) -> pm.Pushed:
     table.finished(request_id, b"n" * 16, TABLES, 1)
     table.tick(now)
     for worker in range(WORKERS):
+        table.await_commands(pm.AwaitCommands(b"t" * 16, worker, 0), (b"w", worker), now)
+    assert {ticket for ticket, _ in table.replies.take()} >= {(b"w", worker) for worker in range(WORKERS)}
+    for worker in range(WORKERS):
         table.ended(pm.PushEnded(b"t" * 16, worker, attempt_of(number), False, "it fell silent", False))
     table.close(request_id, "it failed", now)
     for worker in range(WORKERS):

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.push.table_world import TABLES, World, into
+from tests.support.push.table_world import World, into
 from vllm_pd_connector.protocol.push import registrations
 from vllm_pd_connector.protocol.push.table import ANSWER_S, REMEMBER
+from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.protocol.wire.push_messages import PushState
 
 
-@pytest.mark.parametrize("why", ["no room", "other weights"])
-def test_a_copy_of_a_refused_message_that_comes_late_is_refused_too(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_a_copy_of_a_refused_message_that_comes_late_is_refused_too() -> None:
     world, attempt = World(), into(0).attempt
-    with monkeypatch.context() as patch:
-        if why == "no room":
-            patch.setattr(registrations, "MAX_WAITING_BYTES", len(TABLES[0].packed) - 1)
-        else:
-            world.table.compute_with(Weights("version v2"), "", 0.0)
-        world.do("register 0")
+    world.table.compute_with(Weights("version v2"), "", 0.0)
+    world.do("register 0")
     [refusal] = world.answers[attempt]
     assert refusal.state is PushState.FAILED and refusal.terminal
     world.table.compute_with(Weights(), "", 0.0)
@@ -32,17 +28,44 @@ def test_a_copy_of_a_refused_message_that_comes_late_is_refused_too(monkeypatch:
     assert world.begun, "another one is served"
 
 
-def test_refusals_make_no_other_answer_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_BYTES"])
+def test_who_finds_no_room_is_not_refused_but_asked_to_come_again(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    world, message = World(), into(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(registrations, limit, 0)
+        for number in range(2):
+            world.table.register(message, (b"full", number), 0.0)
+        replies = [reply for _, reply in world.table.replies.take()]
+        assert [type(reply) for reply in replies] == [m.Failure] * 2 and not world.table._registrations
+        assert all(isinstance(reply, m.Failure) and reply.code is m.FailureCode.BUSY for reply in replies)
+    for event in ("start", "finish", "register 0"):
+        world.do(event)
+    assert world.answers[message.attempt][-1].state is PushState.DONE
+
+
+def test_who_found_no_room_and_gave_up_is_not_written_for_when_a_copy_comes_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, message = World(), into(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(registrations, "MAX_WAITING", 0)
+        world.table.register(message, (b"full", 0), 0.0)
+        world.table.replies.take()
+        world.do("withdraw")
+    for event in ("start", "finish", "register 0"):
+        world.do(event)
+    assert world.answers[message.attempt][-1].terminal and not world.begun
+
+
+def test_refusals_make_no_other_answer_forgotten() -> None:
     world = World()
     for event in ("start", "finish", "register 0", "register 1"):
         world.do(event)
     done = world.answers[into(0).attempt][-1]
     assert done.state is PushState.DONE
-    with monkeypatch.context() as patch:
-        patch.setattr(registrations, "MAX_WAITING", 0)
-        for number in range(registrations.REMEMBER_REFUSED + 2):
-            message = into(attempt=number.to_bytes(16, "big"))
-            world.table.register(message, (b"flood", number), 0.0)
+    for number in range(registrations.REMEMBER_REFUSED + 2):
+        message = into(attempt=number.to_bytes(16, "big"), weights=Weights("version v2"))
+        world.table.register(message, (b"flood", number), 0.0)
     world.table.replies.take()
     assert len(world.table._registrations.refused) == registrations.REMEMBER_REFUSED
     world.do("register 0")

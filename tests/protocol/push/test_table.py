@@ -393,7 +393,7 @@ def test_registrations_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> N
     table = PushTable(WORKERS, PATIENCE)
     for number in range(12):
         table.register(into(attempt=bytes([number]) * 16), (b"client", number), 0.0)
-    refused = [(ticket[1], answer.reason) for ticket, answer in table.replies.take()]
+    refused = [(ticket[1], answer.message) for ticket, answer in table.replies.take()]
     assert [number for number, _ in refused] == [10, 11] and all("44 bytes, 40" in reason for _, reason in refused)
     table.tick(PATIENCE)
     table.register(into(attempt=b"x" * 16), (b"client", 13), PATIENCE)

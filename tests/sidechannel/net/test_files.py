@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -10,8 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_left
+from vllm_pd_connector.errors import Busy
+from vllm_pd_connector.protocol.wire.messages import Release
+from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net import files
 from vllm_pd_connector.sidechannel.net.files import FILES, FilesLeft, allow_files
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 LIMIT = resource.RLIMIT_NOFILE
 
@@ -55,6 +61,14 @@ def test_where_it_cannot_be_raised_the_engine_starts_all_the_same(
         patch.setattr(files.resource, "setrlimit", refuse)
         allow_files()
     assert "cannot be raised" in caplog.text
+
+
+def test_a_server_for_which_no_socket_is_left_can_be_asked_later() -> None:
+    with contextlib.closing(SideChannelClient()) as client:
+        where = endpoint("127.0.0.1", 9)
+        with no_descriptor_left(), pytest.raises(Busy, match="no socket is left"):
+            client.send(where, Release(()), 1.0)
+        client.send(where, Release(()), 1.0)
 
 
 def test_few_left_is_said_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -124,8 +124,10 @@ def _cuda(gpus: Gpus) -> dict[str, Any]:
     @contextmanager
     def stream(one: Any) -> Iterator[None]:
         before, gpus.current = gpus.current, one
-        yield
-        gpus.current = before
+        try:
+            yield
+        finally:
+            gpus.current = before
 
     return {
         "is_available": lambda: gpus.count > 0,

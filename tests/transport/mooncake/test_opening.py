@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_left
 from tests.support.transport.ends import until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.transport.mooncake import opening as mooncake_opening
@@ -153,6 +154,31 @@ def test_where_no_thread_is_left_a_peer_cannot_be_opened_and_nothing_is_ended_ye
     until(lambda: openings.ready(other), "the other link to open")
     assert len(port.asked) == asked + 1
     openings.close()
+
+
+def test_where_no_descriptor_is_left_an_overdue_peer_is_ended_later_and_others_are_well(
+    port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look at this process's sockets takes one; who asked for a peer that is well must not hear of it."""
+    with contextlib.closing(Port()) as silent:
+        openings = Openings(Engine(port.number), 60.0)
+        well, overdue = Opening("well", HERE, port.number), Opening("overdue", HERE, silent.number)
+        port.answers = True
+        until(lambda: openings.ready(well), "the link to open")
+        openings._engine = Engine(silent.number)
+        assert not openings.ready(overdue)
+        until(lambda: silent.asked, "the probe")
+        with no_descriptor_left():
+            overdue.deadline = 0.0
+            assert openings.ready(well) and overdue.runs()
+        assert "an exchange of Mooncake with overdue cannot be ended yet" in caplog.text
+
+        def ended() -> bool:
+            assert openings.ready(well)
+            return not overdue.runs()
+
+        until(ended, "it to be ended")
+        openings.close()
 
 
 def no_thread(thread: threading.Thread) -> None:

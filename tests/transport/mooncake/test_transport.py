@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.support.descriptors import no_descriptor_left
 from tests.support.transport.ends import PATIENCE_S, End, ProcessPeer, runs, until, whole
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
@@ -307,8 +310,9 @@ def test_an_engine_that_opens_a_stopped_peer_is_destroyed_by_close() -> None:
     stopped.stop()
 
 
-def test_an_engine_that_outlives_close_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("files", [contextlib.nullcontext, no_descriptor_left], ids=["files", "no files"])
+def test_an_engine_that_outlives_close_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, files: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """A connection that is not made yet leads nowhere that could be seen, so it cannot be shut down."""
     answers = threading.Event()
@@ -321,8 +325,8 @@ def test_an_engine_that_outlives_close_is_reported(
     openings = mooncake_opening.Openings(Engine(), 60.0)
     opening = mooncake_opening.Opening("10.0.0.5:15000", ipaddress.ip_address("10.0.0.5"), 15000)
     assert not openings.ready(opening)
-    openings.close()
-    assert "still opening 10.0.0.5:15000" in caplog.text
+    with files(), pytest.raises(TransferError, match=r"still opening 10\.0\.0\.5:15000"):
+        openings.close()
     answers.set()
     until(lambda: not opening.runs(), "the end of the exchange")
 

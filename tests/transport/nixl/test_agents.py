@@ -173,6 +173,26 @@ def test_where_no_thread_is_left_another_agent_is_made_later_and_one_that_ends_w
     other.transport.close()
 
 
+def test_an_agent_that_cannot_give_its_memory_back_does_not_keep_the_transport_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its device, say, cannot be made current in the thread that would."""
+    end = End("nixl", OPTIONS, SIZE)
+    library = end.transport._library
+    kept = Agent("pd-kept", SimpleNamespace())
+    agents = [agent for agent in (end.transport._target, end.transport._poster) if agent is not None]
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        library.end_in_background(kept)
+    monkeypatch.setattr(library, "_prepare_thread", lambda: 1 // 0)
+    end.transport.close()
+    assert not library._unended and [agent.library for agent in agents] == [None] * len(agents)
+
+
 def replace(end: End, peer: Any) -> None:
     """Have another agent take the place of the one that posts."""
 

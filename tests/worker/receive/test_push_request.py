@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.worker.decode_instance import set_faults
 from tests.support.worker.writer import freed, hold_writes
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.protocol.receive import PushDone, PushFailed
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
@@ -22,7 +22,7 @@ from vllm_pd_connector.worker.receive.push_request import RETRY_S, SELDOM_S, Pus
 
 @pytest.mark.parametrize(
     "outcome",
-    [ProtocolError("1024 requests are under way"), Failure(FailureCode.MALFORMED, "damaged on its way")],
+    [ProtocolError("a frame over the limit"), Failure(FailureCode.MALFORMED, "damaged on its way")],
     ids=["cannot be sent", "is not understood"],
 )
 def test_a_question_in_vain_says_nothing_of_what_was_asked_before(writer, target, monkeypatch, outcome):
@@ -112,22 +112,22 @@ class Active(SimpleNamespace):
         Failure(FailureCode.FOREIGN_ENGINE, "another engine listens here"),
         Pushed(PushState.FAILED, "it still writes", False),
         DeadlineExceeded("no reply within 7.5 s"),
-        ProtocolError("1024 requests are under way"),
+        Busy("1024 requests are under way"),
     ],
     ids=["another tenant", "it writes", "silence", "cannot be sent"],
 )
 def test_who_does_not_say_that_a_push_has_ended_is_asked_more_and_more_seldom(outcome):
     """Whoever could may be gone for ever."""
-    now, asked = 1000.0, []
+    now, asked, heard = 1000.0, [], []
 
     def ask(_address: str, request: Any, _timeout_s: float, handler: Any) -> None:
         nonlocal now
         assert isinstance(request, WithdrawPush)
         asked.append(now)
-        if isinstance(outcome, ProtocolError):
+        if isinstance(outcome, Busy):
             raise outcome
         now += 7.5 * isinstance(outcome, DeadlineExceeded)
-        handler(outcome, now)
+        heard.append(handler)
 
     due = Earliest()
     calls: Any = SimpleNamespace(ask=ask)
@@ -138,8 +138,14 @@ def test_who_does_not_say_that_a_push_has_ended_is_asked_more_and_more_seldom(ou
     active: Any = Active(request=request, attempt=b"a" * 16, life="l" * 32, question=1, links=links, link=link)
     active.retry_at, active.withdrawn_at = None, 0.0
     active.watches = (SimpleNamespace(here=True), SimpleNamespace(here=False))
-    while now < 1000.0 + 3600.0:
+
+    def withdraw() -> None:
         push_requester.withdraw(active, now)
+        while heard:
+            heard.pop()(outcome, now)
+
+    while now < 1000.0 + 3600.0:
+        withdraw()
         assert active.retry_at is not None
         now = max(now, active.retry_at)
     pauses = [later - earlier for earlier, later in pairwise(asked)]
@@ -148,7 +154,7 @@ def test_who_does_not_say_that_a_push_has_ended_is_asked_more_and_more_seldom(ou
     active.watches[1].here = True
     began = len(asked)
     for _ in range(5):
-        push_requester.withdraw(active, now)
+        withdraw()
         now = max(now, active.retry_at)
     pauses = [later - earlier for earlier, later in pairwise(asked[began:])]
     assert max(pauses) <= max(RETRY_S, 7.5), "all workers there are seen to live: their push drains"

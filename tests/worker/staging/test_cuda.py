@@ -144,6 +144,22 @@ def test_nothing_runs_on_the_forwards_stream_and_nobody_waits_for_one(gpus: Gpus
     assert None not in gpus.launches, "the stream that nobody chose is the forward's"
 
 
+def test_zeroing_that_fails_half_way_leaves_none_of_it_running(gpus: Gpus) -> None:
+    """Its receive fails, and its blocks go to others."""
+    memory = np.ones(1024, dtype=np.uint8)
+    copier = CudaCopier(0, by_torch)
+    gpus.launches.clear()
+    gpus.synchronized = 0
+
+    def broken() -> Iterator[Copy]:
+        yield Copy(0, memory.ctypes.data, 512, ())
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        copier.blank(broken())
+    assert gpus.launches[copier._blanks] == gpus.synchronized == 1
+
+
 def test_a_worker_that_wakes_up_takes_no_new_streams(gpus: Gpus) -> None:
     """PyTorch has 32 of a GPU, and hands out vLLM's own again behind them."""
     first, second = CudaCopier(0), CudaCopier(0)

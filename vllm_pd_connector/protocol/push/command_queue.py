@@ -3,14 +3,15 @@
 A worker's question is answered when there is something to do, and otherwise after a while with nothing, so that it is
 known to be alive. After a broken connection it asks again over another one, and what it had sent over the first may be
 read behind that, where nobody hears an answer any more: so its latest questions are all answered. An answer holds the
-oldest commands up to a limit in bytes; the worker's next question brings those after them. No clock or socket in here;
-a `ticket` is a client's identity and sequence number, and never looked into. `hand_out` and `tick` return the answers
-that have become due.
+oldest commands up to a limit in bytes; the worker's next question brings those after them. Of a push that is cancelled
+nothing is kept that was not handed out: for a worker that does not ask it would gather for ever. No clock or socket in
+here; a `ticket` is a client's identity and sequence number, and never looked into. `hand_out` and `tick` return the
+answers that have become due.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -18,7 +19,17 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import unsendable
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME
 from vllm_pd_connector.protocol.wire.messages import Reply, body_size
-from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Command, Commands, WriteCommand
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    BeginCommand,
+    CancelCommand,
+    Command,
+    Commands,
+    WriteCommand,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Ticket = tuple[bytes, int]
 Waits = TypeVar("Waits")
@@ -36,10 +47,11 @@ class _Numbered(msgspec.Struct, frozen=True):
 
 
 class CommandQueue:
-    """The commands of one instance with `workers` workers; every command is for all of them."""
+    """The commands of one instance with `workers` workers; every command that is added is for all of them."""
 
     def __init__(self, workers: int) -> None:
         self._commands: list[list[_Numbered]] = [[] for _ in range(workers)]
+        self._given = [0] * workers  # the number of the last command that was handed out to each
         self._number = 0
         self._awaiting: dict[int, dict[Ticket, tuple[int, float]]] = {}
 
@@ -61,6 +73,24 @@ class CommandQueue:
         self._number += len(added)
         for queue in self._commands:
             queue += added
+
+    def cancel(self, attempt: bytes, reason: str, workers: Collection[int]) -> set[int]:
+        """Have these workers write no more for an attempt. Returns those that may have begun: they are told. The others
+        never hear of it, so for them it has ended."""
+        if not workers:
+            return set()
+        command, begun = CancelCommand(attempt, reason), set()
+        self._number += 1
+        numbered = _Numbered(self._number, command, body_size(command))
+        for worker in workers:
+            queue, given = self._commands[worker], self._given[worker]
+            dropped = [one for one in queue if one.number > given and _attempt_of(one.command) == attempt]
+            numbers = {one.number for one in dropped}
+            self._commands[worker] = [one for one in queue if one.number not in numbers]
+            if not any(isinstance(one.command, BeginCommand) for one in dropped):
+                self._commands[worker].append(numbered)
+                begun.add(worker)
+        return begun
 
     def hand_out(self) -> list[tuple[Ticket, Reply]]:
         """The answers to all workers that wait and have commands."""
@@ -99,7 +129,12 @@ class CommandQueue:
             size += commands[given].size
             given += 1
         answer = Commands(commands[given - 1].number, tuple(numbered.command for numbered in commands[:given]))
+        self._given[worker] = max(self._given[worker], answer.last)
         return [(ticket, answer) for ticket in self._awaiting.pop(worker)]
+
+
+def _attempt_of(command: Command) -> bytes:
+    return command.into.attempt if isinstance(command, BeginCommand) else command.attempt
 
 
 def among_latest(waiting: dict[Ticket, Waits], ticket: Ticket, waits: Waits) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.geometry.blocks import agree
+from vllm_pd_connector.protocol.weights import unlike
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import (
     BeginCommand,
     Command,
@@ -22,6 +24,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
+    from vllm_pd_connector.protocol.wire.fields import Weights
 
 GIVEN_UP = "withdrawn by the decode side"
 NOT_HELD = "is not held here"
@@ -171,7 +174,8 @@ class Registrations(dict[bytes, PushRegistration]):
     would cost the more the more there are.
 
     What was `refused` stays so: the decode side has given its blocks to others when a copy of the message comes late.
-    It is remembered apart from other answers, which must not be forgotten where many are refused.
+    It is remembered apart from other answers, which must not be forgotten where many are refused. Who finds no room is
+    not refused: the decode side keeps its blocks, and asks again.
     """
 
     def __init__(self) -> None:
@@ -188,21 +192,19 @@ class Registrations(dict[bytes, PushRegistration]):
         self._size -= _size(self[attempt].into)
         super().__delitem__(attempt)
 
-    def refuse(self, into: PushInto, reason: str) -> Pushed:
-        """The answer to a registration that is not taken, now and whenever it comes again."""
-        answer = self.refused[into.attempt] = failed(reason)
-        return answer
-
-    def no_room(self, into: PushInto) -> str:
-        """Why no other registration is taken; empty if there is room."""
-        if len(self) >= MAX_WAITING:
-            return f"{len(self)} pushes are under way, the limit here"
+    def refusal(self, into: PushInto, weights: Weights) -> Pushed | Failure | None:
+        """The answer to a registration that is not taken, with these weights here; None if it is taken."""
+        if reason := unlike(weights, into.weights):
+            answer = self.refused[into.attempt] = failed(reason)
+            return answer
         size = self._size + _size(into)
-        if size > MAX_WAITING_BYTES:
-            return (
-                f"with this one block tables of pushes under way take {size} bytes, {MAX_WAITING_BYTES} are the limit"
+        if len(self) >= MAX_WAITING:
+            reason = f"{len(self)} pushes are under way, the limit here"
+        elif size > MAX_WAITING_BYTES:
+            reason = (
+                f"with this one block tables of pushes under way take {size} bytes, {MAX_WAITING_BYTES} is the limit"
             )
-        return ""
+        return Failure(FailureCode.BUSY, reason) if reason else None
 
 
 def orders_of(registration: PushRegistration, prefill: Prefill) -> list[Command]:

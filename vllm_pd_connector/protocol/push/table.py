@@ -113,8 +113,8 @@ class PushTable:
             return None
         registration = self._registrations.get(into.attempt)
         if registration is None:
-            if refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights):
-                self._replies.append((ticket, self._registrations.refuse(into, refusal)))
+            if (refusal := self._registrations.refusal(into, self._weights)) is not None:
+                self._replies.append((ticket, refusal))
                 return None
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
             registration.tickets[ticket] = now + ANSWER_S
@@ -357,10 +357,10 @@ class PushTable:
         if registration.state in (pm.PushState.DONE, pm.PushState.FAILED):
             return
         # A client's words may stand in it, and a command that cannot be encoded would be in the way of all others.
-        registration.reason = reason.encode(errors="replace").decode()[:MAX_TEXT]
+        reason = registration.reason = reason.encode(errors="replace").decode()[:MAX_TEXT]
         registration.state = pm.PushState.FAILED
+        registration.ordered = self._commands.cancel(registration.into.attempt, reason, registration.ordered)
         if registration.ordered:
-            self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
             self._answer(registration, pm.Pushed(registration.state, registration.reason, False))
             self._draining.add(registration)
             self._forget(registration)

@@ -15,7 +15,7 @@ import re
 
 import zmq
 
-from vllm_pd_connector.errors import InvalidConfig, ProtocolError
+from vllm_pd_connector.errors import Busy, InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, MAX_REQUEST_FRAME
 from vllm_pd_connector.sidechannel.net.keys import Keys, secure_client, secure_server
 from vllm_pd_connector.sidechannel.net.watch import Watch, allowance
@@ -114,14 +114,15 @@ def dealer(
     """A client's socket for one server, to be given to `connect`; and its name in the watch.
 
     Raises:
-        ProtocolError: the server has a key and we have none, its key is none, or there are too many sockets.
+        Busy: there are too many sockets.
+        ProtocolError: the server has a key and we have none, or its key is none.
     """
     if server_key and keys is None:
         raise ProtocolError("side channel: the server requires keys, and this side has none")
     try:
         socket = context.socket(zmq.DEALER)
     except zmq.ZMQError as error:
-        raise ProtocolError(f"side channel: no socket is left: {error}; raise the limit of open files") from error
+        raise Busy(f"side channel: no socket is left: {error}; raise the limit of open files") from error
     try:
         _common(socket)
         if server_key and keys is not None:
@@ -134,7 +135,7 @@ def dealer(
         return socket, watch.add(socket, allowance(QUEUED_REPLIES, MAX_REPLY_FRAME))
     except zmq.ZMQError as error:
         socket.close()
-        raise ProtocolError(f"side channel: no socket is left: {error}; raise the limit of open files") from error
+        raise Busy(f"side channel: no socket is left: {error}; raise the limit of open files") from error
     except BaseException:
         socket.close()
         raise

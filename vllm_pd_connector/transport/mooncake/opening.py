@@ -111,7 +111,7 @@ class Openings:
             return
         opening.hung_up_at = now
         self._disturb(opening)
-        thread = threading.Thread(target=hang_up, args=opening.place, name="pd-mooncake-hang-up", daemon=True)
+        thread = threading.Thread(target=_hang_up, args=(opening,), name="pd-mooncake-hang-up", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no thread is left; who calls has transfers that are well
@@ -120,20 +120,25 @@ class Openings:
         self._ending.append((opening.place, thread))
 
     def close(self) -> None:
-        """End what runs, and let go of the engine."""
+        """End what runs, and let go of the engine.
+
+        Raises:
+            TransferError: a step does not end; the engine stays until it does.
+        """
         until = time.monotonic() + CLOSE_S
         while self._running and time.monotonic() < until:
             for opening in self._running:
-                hang_up(*opening.place)
+                _hang_up(opening)
                 assert opening.thread is not None
                 opening.thread.join(_AGAIN_S)
             self._look_after(time.monotonic())
-        if self._running:
-            logger.error(
-                "Mooncake is still opening %s: its engine stays until that ends, and reads may land until then",
-                ", ".join(opening.segment for opening in self._running),
-            )
         self._engine = None
+        if self._running:
+            peers = ", ".join(opening.segment for opening in self._running)
+            reason = (
+                f"Mooncake is still opening {peers}: its engine stays until that ends, and bytes may land until then"
+            )
+            raise TransferError(reason, terminal=False)
 
     def _step(self, opening: Opening) -> Callable[[str], int]:
         """The probe, or, when that has worked, an empty read: it opens a peer and moves nothing."""
@@ -167,10 +172,19 @@ class Openings:
             if now >= opening.deadline:
                 opening.overdue, opening.deadline = True, now + _AGAIN_S
                 self._disturb(opening)
-                hang_up(*opening.place)
+                _hang_up(opening)
 
     def _disturb(self, ended: Opening) -> None:
         """What is ended there for this opening may be a step of another."""
         for opening in self._running:
             if opening is not ended and opening.place == ended.place:
                 opening.disturbed = True
+
+
+def _hang_up(opening: Opening) -> None:
+    """End what the library asks there, if this process can look at its sockets now; else its caller tries again. Who
+    calls may have come for another peer."""
+    try:
+        hang_up(*opening.place)
+    except OSError as error:
+        logger.warning("an exchange of Mooncake with %s cannot be ended yet: %s", opening.segment, error)

@@ -209,11 +209,11 @@ class Library:
 
         def end() -> None:
             nonlocal library
-            self._prepare_thread()
             try:
+                self._prepare_thread()
                 for descriptors in registered:
                     library.deregisterMem(descriptors, [])
-            except self.errors as error:
+            except Exception as error:  # its end, which `close` may wait for, gives it back too
                 logger.warning("NIXL does not give memory back: %s", error)
             library = None
 

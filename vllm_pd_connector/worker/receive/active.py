@@ -51,10 +51,11 @@ class ActiveReceive:
     `binding` is what is left of its binding, once that has begun and until it is over.
     `in_flight` are its reads, `arrived` is how far they were when their deadline was set, `posting` whether the
     transport has not yet got all of them. `watches` are those of all workers that may write. `question` numbers what a
-    prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again, `withdrawn_at` when it was
-    first asked to end, `tell_at` when a long quarantine is told. `written` is whether the prefill side is to write,
-    once it is bound; of what is read `run_cost` is the link's then. `span` is its span, None if it is not traced;
-    `phases` are those that are over, with the moments at which they began and ended. `key` is that of `enter`.
+    prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again, `busy` why, if there was
+    no room or time for the question, `withdrawn_at` when it was first asked to end, `tell_at` when a long quarantine is
+    told. `written` is whether the prefill side is to write, once it is bound; of what is read `run_cost` is the link's
+    then. `span` is its span, None if it is not traced; `phases` are those that are over, with the moments at which they
+    began and ended. `key` is that of `enter`.
     """
 
     request: ReceiveRequest
@@ -84,6 +85,7 @@ class ActiveReceive:
     written: bool | None = None
     run_cost: int = RUN_COST_BYTES
     retry_at: float | None = None
+    busy: str = ""
     life: str = ""
     watches: tuple[ProcessWatch, ...] = ()
     withdrawn_at: float = 0.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.memory import make_device_current
-from vllm_pd_connector.errors import ProtocolError, TransferError
+from vllm_pd_connector.errors import Busy, ProtocolError, TransferError
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 RETRY_S = 0.5
-"""After this the prefill side is asked again that had too much to do."""
+"""After this the prefill side is asked again that had too much to do, or that could not be asked."""
 
 
 class ChecksumComparison:
@@ -91,17 +91,28 @@ class ChecksumComparison:
             self._wake.set()
 
         def answered(outcome: Outcome, at: float) -> None:
-            if isinstance(outcome, Failure) and outcome.code in (FailureCode.BUSY, FailureCode.NOT_READY):
-                return self._again.append((at + RETRY_S, ask))
-            active.comparing = True
-            self._summing.submit(compare, outcome).add_done_callback(compared)
+            match outcome:
+                case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=busy):
+                    again(busy, at)
+                case Busy() as error:
+                    again(str(error), at)
+                case _:
+                    active.comparing = True
+                    self._summing.submit(compare, outcome).add_done_callback(compared)
+
+        def again(busy: str, at: float) -> None:
+            active.busy = busy
+            self._again.append((at + RETRY_S, ask))
 
         def ask(at: float) -> None:
             if active.reported:  # it has failed since
                 return
             try:
                 message = GetChecksums(lease, tuple(theirs), request.stop)
+                active.busy = ""
                 calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+            except Busy as error:  # it only has to wait
+                again(str(error), at)
             except ProtocolError as error:
                 drive(active, receives.Compared(str(error)), at, FailureKind.VERIFICATION)
             except Exception as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -41,7 +41,7 @@ class Confirmer:
     def ask(self, active: ActiveReceive, now: float) -> None:
         """Ask for the verdict; it comes as an event."""
         assert active.lease is not None
-        request = active.request
+        request, active.busy = active.request, ""
         message = ReadDone(active.lease, self._reader, self._readers, request.attempt, request.shared, active.taken)
         try:
             self._calls.ask(
@@ -50,6 +50,9 @@ class Confirmer:
                 self._timeout_s / ATTEMPTS,
                 lambda outcome, at: self._answered(active, outcome, at),
             )
+        except Busy as error:  # it only has to wait
+            active.busy = str(error)
+            self._again_at(active, now + RETRY_S)
         except ProtocolError as error:
             self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
 
@@ -57,7 +60,8 @@ class Confirmer:
         match outcome:
             case ReadVerdict(held=held, reason=reason):
                 self._drive(active, receives.Verdict(held, reason), now, kind_of(reason, FailureKind.LEASE_LOST))
-            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
+            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=message):
+                active.busy = message
                 self._again_at(active, now + RETRY_S)
             case Failure(message=message):
                 self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)

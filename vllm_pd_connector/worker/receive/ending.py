@@ -167,6 +167,8 @@ def in_vain(active: ActiveReceive, wait_s: float) -> str:
 
 def missing(active: ActiveReceive) -> str:
     """What a receive waits for, for whoever reads that it took too long."""
+    if active.busy:
+        return f"it had to be asked again: {active.busy}"
     match active.machine.state:
         case ReceiveState.READING:
             return f"{len(active.machine.writing)} transfers have not ended, and no part of one has since"

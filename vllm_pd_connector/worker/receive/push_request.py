@@ -17,7 +17,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.bind import window_start
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
@@ -103,8 +103,11 @@ class PushRequester:
         )
         try:
             self._send(active, message, self._asked)
+        except Busy as error:  # it only has to wait
+            active.busy = str(error)
+            self._again_at(active, now + RETRY_S)
         except ProtocolError as error:
-            never = active.question == 1  # what was asked before goes on
+            never = not active.question  # what was asked before goes on
             self._drive(active, receives.PushFailed(str(error), terminal=never), now, FailureKind.INTERNAL)
 
     def withdraw(self, active: ActiveReceive, now: float) -> None:
@@ -196,13 +199,17 @@ class PushRequester:
     ) -> None:
         active.question += 1
         self._asked_for[active] = None
-        question, active.retry_at = active.question, None
+        question, active.retry_at, active.busy = active.question, None, ""
 
         def answered(outcome: Outcome, now: float) -> None:
             if active.question == question:  # else another was sent since
                 handler(active, outcome, now)
 
-        self._calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+        try:
+            self._calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+        except ProtocolError:  # nothing was sent; behind any other error somebody may write
+            active.question -= 1
+            raise
 
     def _asked(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
         match outcome:
@@ -225,7 +232,8 @@ class PushRequester:
                 self._drive(active, receives.PushAlive(moved.descriptors), now, FailureKind.DEADLINE)
             case Pushed():
                 self._drive(active, receives.PushAlive(None), now)
-            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
+            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=message):
+                active.busy = message
                 self._again_at(active, now + RETRY_S)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 # Whoever it is has not taken this in. Who did may still write: what was sent is sent again when a

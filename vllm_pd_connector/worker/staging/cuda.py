@@ -143,10 +143,12 @@ class CudaCopier:
         return _Launched(self._stream, self._launch(base, copies, self._device, gather=gather))
 
     def blank(self, copies: Iterable[Copy]) -> None:
-        with self._torch.cuda.stream(self._blanks):
-            for copy in copies:
-                self._torch.as_tensor(cache_array(copy), device=self._device).zero_()
-        self._blanks.synchronize()
+        try:
+            with self._torch.cuda.stream(self._blanks):
+                for copy in copies:
+                    self._torch.as_tensor(cache_array(copy), device=self._device).zero_()
+        finally:  # after an error, too: the blocks go to others, and what was launched would land there
+            self._blanks.synchronize()
 
     def arrived(self) -> None:
         self._flush()

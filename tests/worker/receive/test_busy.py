@@ -1,0 +1,117 @@
+"""Questions for which there is no room yet, here or on the prefill side: their receives wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+
+from tests.support.worker.decode_instance import Decode, set_faults
+from tests.support.worker.writer import freed, hold_writes, pushed
+from vllm_pd_connector.errors import Busy, ProtocolError
+from vllm_pd_connector.protocol.push import registrations
+from vllm_pd_connector.protocol.wire.messages import ReadDone
+from vllm_pd_connector.protocol.wire.push_messages import PushInto
+from vllm_pd_connector.worker.receive import confirm, push_request
+
+FULL = "1024 requests are under way there, the limit is 1024"
+BUSY = Busy(FULL)
+
+
+@pytest.fixture(autouse=True)
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (confirm, push_request):
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decode, type, Collection[int]], list[object]]:
+    """Let these of a worker's questions of one kind find no room, or meet another error, the first being number 1;
+    returns the questions."""
+
+    def make(decode: Decode, kind: type, numbers: Collection[int], error: Exception = BUSY) -> list[object]:
+        ask, asked = decode.loop._calls.ask, []
+
+        def refuse(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
+            if isinstance(request, kind):
+                asked.append(request)
+                if len(asked) in numbers:
+                    raise error
+            ask(address, request, timeout_s, handler)
+
+        monkeypatch.setattr(decode.loop._calls, "ask", refuse)
+        return asked
+
+    return make
+
+
+def test_a_push_that_cannot_be_asked_for_yet_is_asked_for_again(writer, target, full):
+    asked = full(target, PushInto, {1, 2})
+    assert pushed(writer, target) and len(asked) == 3
+    assert not target.failures and not target.quarantined
+
+
+def test_how_far_a_push_is_can_be_asked_later(writer, target, full, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.protocol.push.table.ANSWER_S", 0.02)
+    asked = full(target, PushInto, {2, 3})
+    hold_writes(writer, target)
+    target.until(lambda: len(asked) > 4, "more questions")
+    set_faults(writer.transports, held=False)
+    assert target.wait_for("d") == [True]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (BUSY, "deadline", f"took longer than 0.2 s: it had to be asked again: {FULL}"),
+        (ProtocolError("PushInto has 2097152 bytes"), "internal", "failed: PushInto has 2097152 bytes"),
+    ],
+    ids=["in time", "at once"],
+)
+def test_a_push_that_could_not_be_asked_for_gives_its_prefill_back(writer, target, full, caplog, error, kind, says):
+    """Nobody was asked to write: the prefill side is told that nothing of it is needed."""
+    full(target, PushInto, range(1 << 20), error)
+    object.__setattr__(target.loop._receives._limits, "silent_s", 0.2)
+    assert not pushed(writer, target)
+    assert target.failures == {kind: 1} and says in caplog.text
+    freed(writer, "a")
+    assert "WithdrawPush" not in writer.server.counts()
+    target.until(lambda: target.drained == target.quarantined, "nothing to be in quarantine")
+
+
+def test_a_question_that_left_before_a_defect_may_be_obeyed_and_is_withdrawn(writer, target, monkeypatch):
+    """Blocks would be free that are being written."""
+    set_faults(writer.transports, held=True)
+    writer.whole()
+    ask, met = target.loop._calls.ask, []
+
+    def broken(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
+        ask(address, request, timeout_s, handler)
+        if isinstance(request, PushInto) and not met:
+            met.append(request)
+            raise RuntimeError("a defect")
+
+    monkeypatch.setattr(target.loop._calls, "ask", broken)
+    assert not target.received(target.request(writer))[0]
+    assert target.quarantined == {"d"}
+    set_faults(writer.transports, held=False)
+    target.until(lambda: target.drained == {"d"}, "the prefill side's word")
+    assert writer.server.counts()["WithdrawPush"]
+
+
+def test_a_push_for_which_the_prefill_side_has_no_room_yet_waits(writer, target, monkeypatch):
+    """Each rank of each decode instance asks, so a thousand good requests may be too many for a while."""
+    with monkeypatch.context() as patch:
+        patch.setattr(registrations, "MAX_WAITING", 0)
+        writer.whole()
+        target.loop.submit([target.request(writer)], [])
+        target.until(lambda: writer.server.counts().get("PushInto", 0) > 2, "questions in vain")
+        target.collect()
+        assert not target.finished
+    assert target.wait_for("d") == [True]
+
+
+def test_a_read_that_cannot_be_confirmed_yet_is_confirmed_later(prefill, decode, full):
+    asked = full(decode, ReadDone, {1, 2})
+    assert decode.received(prefill.request("a")) == [True] and len(asked) == 3
