@@ -57,13 +57,14 @@ def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any], blo
     transfer = SimpleNamespace(kv_connector_extra_config=settings, **names, **roles)
     sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor", "pipeline", "decode_context", "prefill_context")}
     place = {"data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1"}
+    place |= {"distributed_executor_backend": "uni"}
     parallel = SimpleNamespace(local_engines_only=False, data_parallel_backend="mp", **place, **sizes)
     model = SimpleNamespace(
         enable_sleep_mode=False, is_mm_prefix_lm=False, uses_mrope=False, is_diffusion=False, multimodal_config=None
     )
     scheduling = SimpleNamespace(disable_chunked_mm_input=False)
     others = {"num_prefill_lookahead_tokens": 0, "lora_config": None, "scheduler_config": scheduling}
-    others |= {"speculative_config": None}
+    others |= {"speculative_config": None, "shutdown_timeout": 0}
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=model, **others)
     spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.float32)
     caches = SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),))

@@ -165,7 +165,7 @@ def _layouts(family: str, p_tp: int, d_tp: int, p: tuple[str, int], d: tuple[str
     return Row(family, p_tp, d_tp, p_block=p[1], d_block=d[1], p_layout=p[0], d_layout=d[0])
 
 
-QUICK_UNEQUAL_ROW = _layouts("gqa", 1, 2, ("NHD", 32), ("HND", 64))
+QUICK_UNEQUAL_ROW = _layouts("gqa", 1, 2, ("HND", 48), ("NHD", 32))
 
 UNEQUAL_ROWS: list[Row] = [
     QUICK_UNEQUAL_ROW,
@@ -183,7 +183,6 @@ UNEQUAL_ROWS: list[Row] = [
     _layouts("gqa", 1, 1, ("NHD", 64), ("HND", 16)),
     _layouts("gqa", 1, 1, ("HND", 16), ("NHD", 64)),
     _layouts("gqa", 2, 1, ("NHD", 48), ("HND", 32)),
-    _layouts("gqa", 1, 2, ("HND", 48), ("NHD", 32)),
     replace(_layouts("gqa", 2, 1, ("HND", 48), ("NHD", 32)), chunked=True),
     _layouts("gqa", 1, 2, ("NHD", 128), ("HND", 32)),
     _layouts("gqa", 2, 1, ("HND", 32), ("NHD", 128)),

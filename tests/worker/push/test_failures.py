@@ -23,15 +23,15 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 
 def counts_once(writer: Writer, kind: str) -> bool:
-    """Whether each worker has counted one push, as this or as given up because another rank had failed. The instance
-    ends, so that nothing is counted later."""
+    """Whether a worker has counted one push as this, and each other one, too, or as given up because that one had
+    failed, or none, if that was before it was told to write. The instance ends, so that nothing is counted later."""
     over(writer)
     writer.close()
     found = []
     for loop in writer.loops:
         stats = loop._outbox.take_stats()
         found.append(dict(stats.data["failed_pushes"]) if stats is not None else {})
-    return {kind: 1} in found and all(one in ({kind: 1}, {"aborted": 1}) for one in found)
+    return {kind: 1} in found and all(one in ({kind: 1}, {"aborted": 1}, {}) for one in found)
 
 
 def in_flight(writer: Writer) -> list[int]:
