@@ -29,20 +29,21 @@ def test_two_refused_streams_of_one_client_s_name_are_two_and_name_one_prefill()
     assert all((params, rank) == (asked, {"data_parallel_rank": 2}) for _, params, rank in told)
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["refused", "its client leaves"])
+@pytest.mark.parametrize("leaves", ["", "first", "meanwhile"], ids=["refused", "its client leaves", "and it, too"])
 def test_what_is_not_taken_is_told_of_also_where_its_client_leaves_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, leaves: bool
+    monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     """A server cancels at each turn who serves a client that has left: nothing can be waited for there."""
     told: list[str] = []
 
     async def take(*_: Any) -> None:
-        if not leaves:
+        if leaves != "first":
             raise ValueError("logprobs")
         await asyncio.sleep(3600)
 
     async def rejected(name: str, *_: Any, **__: Any) -> None:
-        await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
         told.append(name)
 
     async def serve() -> None:
@@ -52,6 +53,9 @@ def test_what_is_not_taken_is_told_of_also_where_its_client_leaves_meanwhile(
         asked = SimpleNamespace(extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
         adding = asyncio.ensure_future(AsyncLLM.add_request(engine, "a", "prompt", asked))
         await asyncio.sleep(0)
+        if leaves == "meanwhile":
+            await asyncio.sleep(0)  # it is told of by now
+            assert not told
         while leaves and not adding.done():
             adding.cancel()
             await asyncio.sleep(0)

@@ -62,6 +62,17 @@ async def test_instances_of_one_role_alone_are_told_to_clients_and_once_in_the_l
 
 
 @over_bench
+async def test_an_instance_that_may_do_both_and_was_added_for_one_role_is_told_so(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = await bench.instance(HANDS_OVER, info(role="kv_both"))
+    await bench.route(prefill=[both.url], facts_interval=1e-9)
+    await bench.check()
+    [told] = warned(caplog)
+    assert told.startswith(f"no decode instance: {both.url} is kv_both and was added as prefill alone; add it")
+
+
+@over_bench
 async def test_a_role_of_an_instance_that_is_not_known_yet_is_not_missed(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

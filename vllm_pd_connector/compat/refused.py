@@ -42,7 +42,7 @@ def tell_of_refused_streams() -> None:
                 telling.add(told)
                 told.add_done_callback(telling.discard)
                 if not isinstance(error, asyncio.CancelledError):  # who waits is cancelled again at each turn
-                    await told
+                    await asyncio.shield(told)
             raise
 
     AsyncLLM.add_request = add_request

@@ -234,7 +234,11 @@ def lacking(role: InstanceRole, instances: Iterable[Instance]) -> str:
     for instance in instances:
         if instance.does(role) or not instance.engines:
             return ""
-        said.update(engine.role for engine in instance.engines.values())
+        roles = {engine.role for engine in instance.engines.values()}
+        if any(role in SAYS[name] for name in roles):
+            kept = f"{instance.url} is {', '.join(sorted(roles))} and was added as {instance.asked} alone"
+            return f"{kept}; add it without a role (--instance), or another as {role}"
+        said |= roles
     if not said:
         return ""
     wanted = " or ".join(sorted(name for name, roles in SAYS.items() if role in roles))

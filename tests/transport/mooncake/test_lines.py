@@ -3,6 +3,7 @@ engine and real lines."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
@@ -82,3 +83,22 @@ def test_a_write_whose_peer_may_live_behind_a_proxy_is_not_over(ends: Any, proxi
     with pytest.raises(TransferError) as failure:
         here.poll(transfer)
     assert failure.value.terminal is isinstance(failure.value, PeerLost) is not proxied
+
+
+def test_an_end_that_does_not_close_is_not_lost_for_its_peers(ends: Any) -> None:
+    """Its engine goes on, and may still move what they asked for."""
+    here, there = ends
+    line = here.connect(there.describe(), (MEMORY,)).liveness
+    until(lambda: line.state is LivenessState.OPEN, "the line to be open")
+
+    def refuses() -> None:
+        raise TransferError("still opening", terminal=False)
+
+    there._openings.close = refuses
+    with pytest.raises(TransferError, match="still opening"):
+        there.close()
+    time.sleep(0.2)  # in which its end would be seen
+    assert line.state is LivenessState.OPEN
+    there._openings.close = lambda: None
+    there.close()
+    until(lambda: line.state is LivenessState.LOST, "its end to be seen")

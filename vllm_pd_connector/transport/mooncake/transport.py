@@ -253,15 +253,15 @@ class MooncakeTransport:
         raise TransferError("Mooncake's engine is the target of its peers and is not replaced")
 
     def close(self) -> None:
-        """Destroys the engine, which closes its connections: nothing lands after this returns.
+        """Destroys the engine, which closes its connections: nothing lands after this returns. Then peers see its end.
 
         Raises:
             TransferError: the library cannot be torn from an exchange within seconds: the engine outlives this call.
         """
-        self._liveness.close()
         self._lanes.close()
         self._engine = None
         self._openings.close()
+        self._liveness.close()
 
     def _start(self, peer: _Peer, opcode: Any, work: Runs) -> _Transfer:
         assert not peer.leaving
