@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import Decode, set_faults
+from tests.support.worker.decode_instance import Decode, in_its_thread, set_faults, until
 from tests.support.worker.writer import freed, hold_writes, pushed
 from vllm_pd_connector.errors import Busy, ProtocolError
+from vllm_pd_connector.protocol.peer import Suspected
 from vllm_pd_connector.protocol.push import registrations
-from vllm_pd_connector.protocol.wire.messages import ReadDone
+from vllm_pd_connector.protocol.wire.messages import GetManifests, ReadDone
 from vllm_pd_connector.protocol.wire.push_messages import PushInto, WithdrawPush
 from vllm_pd_connector.sidechannel import client
 from vllm_pd_connector.worker.receive import confirm, push_request
@@ -69,6 +71,23 @@ def test_the_end_of_a_push_is_asked_for_again_where_that_cannot_be_sent_for_now(
     set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == target.quarantined == {"d"}, "the end of the quarantine")
     assert writer.server.counts()["GetManifests"] == 1, "nothing says that the peer is gone"
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["raised", "heard later"])
+def test_a_peer_that_cannot_be_asked_whether_it_is_there_loses_nothing_that_is_read_from_it(
+    prefill, decode, full, heard
+):
+    """As where no file is left here for a while."""
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: decode.reads("a"), "the read")
+    asked, links = full(decode, GetManifests, range(1, 7), heard=heard), decode.loop._receives._links
+    for link in links._links.values():
+        object.__setattr__(link.machine._backoff, "base_s", 0.01)
+        in_its_thread(decode.loop, partial(links.drive, link, Suspected("it was silent")))
+    decode.until(lambda: len(asked) > 6, "questions in vain")
+    decode.transport.faults.held = False
+    assert decode.wait_for("a") == [True]
 
 
 def test_how_far_a_push_is_can_be_asked_later(writer, target, full, monkeypatch):

@@ -10,8 +10,8 @@ A *registration* is one decode worker's, of its blocks, named by its attempt:
         +------------ no prefill came, prefill failed, withdrawn, a worker failed ----------> FAILED
 
 How they find each other is in `rendezvous`; a prefill that nobody wants is kept by its lease, which is not known here.
-What is computed is ordered of all workers of this instance; each reports the end of every attempt that it is told of. Of
-a failure only those hear that may have begun. It is answered at once: as the end where there are none; else they drain
+What is computed is ordered of all workers of this instance; each reports the end of every attempt that it knows. Of a
+failure only those hear that may have begun. It is answered at once: as the end where there are none; else they drain
 (`draining`), and until all have said that nothing is written any more the decode side's blocks are in quarantine.
 So nobody sees what is written there, and the blocks of the prefill, the source of those writes, may be others' at once.
 
