@@ -88,6 +88,29 @@ def test_attempts_back_off_and_end_in_an_error_that_later_requests_get_at_once()
     assert peer.state is p.PeerState.DEAD
 
 
+def test_that_there_was_no_room_to_ask_ends_no_peer():
+    peer = make()
+    peer.handle(p.Wanted("a"), 0.0)
+    peer.handle(p.ManifestsArrived(1, KEY.incarnation), 0.0)
+    peer.handle(p.Connected(), 0.0)
+    assert peer.handle(p.Suspected("silence"), 0.0) == [p.FetchManifests(2)]
+    for attempt in range(2, 20):
+        assert peer.handle(p.FetchFailed(attempt, "no socket is left", here=True), float(attempt)) == []
+        assert peer.handle(p.PeerTick(), attempt + 0.5) == [p.FetchManifests(attempt + 1)]
+    assert peer.state is p.PeerState.SUSPECT
+
+
+def test_nor_does_it_fail_who_wants_one_that_could_not_be_reached_before():
+    peer = make()
+    for attempt in (1, 2, 3):
+        peer.handle(p.Wanted("a") if attempt == 1 else p.PeerTick(), 100.0 * attempt)
+        peer.handle(p.FetchFailed(attempt, "no reply"), 100.0 * attempt)
+    assert peer.state is p.PeerState.DEAD
+    assert peer.handle(p.Wanted("b"), 400.0) == [p.FetchManifests(4)]
+    assert peer.handle(p.FetchFailed(4, "no socket is left", here=True), 400.0) == []
+    assert peer.handle(p.PeerTick(), 500.0) == [p.FetchManifests(5)]
+
+
 def test_a_late_answer_to_an_earlier_attempt_changes_nothing():
     peer = make()
     peer.handle(p.Wanted("a"), 0.0)
@@ -250,11 +273,11 @@ class Peers(RuleBasedStateMachine):
                 self.finish(p.PeerState.DEAD)
 
     @free
-    @rule()
-    def fetch_failed(self):
+    @rule(here=st.booleans())
+    def fetch_failed(self, here):
         if self.fetch is not None:
             attempt, self.fetch = self.fetch, None
-            self.tell(p.FetchFailed(attempt, "no reply"))
+            self.tell(p.FetchFailed(attempt, "no reply", here))
 
     @free
     @rule(attempt=st.integers(0, 3))

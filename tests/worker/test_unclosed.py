@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import Decode, Prefill, set_faults, until
+from tests.support.worker.decode_instance import PATIENCE_S, Decode, Prefill, set_faults, until
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker import transfer_loop
 from vllm_pd_connector.worker.half import WorkerHalf
 
 
@@ -30,11 +31,31 @@ def test_the_memory_does_not_go_where_the_transport_does_not_close_and_nobody_ta
     loop = half._loop
     assert loop is not None
     for call in (half.unregister, half.unregister, half.restore):
-        with pytest.raises(PDConnectorError, match=r"pd-transfer .* restart the instance"):
+        with pytest.raises(PDConnectorError, match=r"pd-transfer .* has not ended: restart the instance"):
             call()
     assert "transport loopback does not close" in caplog.text
     socket.create_connection((loop.life.address, loop.life.port)).close()
     loop._processes.close()
+
+
+def test_a_transport_that_takes_long_to_close_is_waited_for_by_who_asks_again(
+    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = threading.Event()
+
+    class Slow(LoopbackTransport):
+        def close(self) -> None:
+            assert closing.wait(PATIENCE_S)
+
+    half.unregister()
+    monkeypatch.setattr(registry, "create", lambda *_: Slow())
+    monkeypatch.setattr(transfer_loop, "SHUTDOWN_S", 0.05)
+    half.restore()
+    with pytest.raises(PDConnectorError, match="ask for sleep again later, or restart the instance"):
+        half.unregister()
+    closing.set()
+    until(lambda: not half._ending[0].runs, "the end of the thread")
+    half.unregister()
 
 
 def test_a_transport_that_could_not_register_and_does_not_close_keeps_the_memory(

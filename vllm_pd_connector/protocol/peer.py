@@ -95,10 +95,12 @@ class ManifestsArrived:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """`FetchManifests` of this number had no usable answer; it may have one later."""
+    """`FetchManifests` of this number had no usable answer; it may have one later. `here`: this side had no room to
+    ask, which says nothing of the peer."""
 
     attempt: int
     reason: str
+    here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +288,8 @@ class Peer:
                 return []
             case ManifestsArrived(attempt, incarnation):
                 return self._arrived(incarnation) if self._is_current(attempt) else []
-            case FetchFailed(attempt, reason):
-                return self._failed(reason, now) if self._is_current(attempt) else []
+            case FetchFailed(attempt, reason, here):
+                return self._failed(reason, now, counted=int(not here)) if self._is_current(attempt) else []
             case Connected():
                 return self._ready()
             case ConnectFailed(reason, late):
@@ -348,10 +350,10 @@ class Peer:
         waiting = self._take_waiting()
         return [StartRequests(waiting)] if waiting else []
 
-    def _failed(self, reason: str, now: float, late: bool = False) -> list[Action]:
+    def _failed(self, reason: str, now: float, late: bool = False, counted: int = 1) -> list[Action]:
         self._fetching = self._connecting = False
-        self._count_failure(reason, now)
-        if self._failures < self._backoff.max_failures and not late:
+        self._count_failure(reason, now, counted)
+        if not (late or (counted and self._failures >= self._backoff.max_failures)):
             return []
         text = f"the {self._noun} at {self.key} cannot be reached ({self._failures} attempts failed): {reason}"
         if late:
@@ -371,10 +373,10 @@ class Peer:
         self._count_failure(reason, now)
         return [Disconnect(reason)]
 
-    def _count_failure(self, reason: str, now: float) -> None:
+    def _count_failure(self, reason: str, now: float, counted: int = 1) -> None:
         self._reason = reason
-        self._failures += 1
-        self._retry_at = now + self._backoff.delay(self._failures, self._random())
+        self._failures += counted
+        self._retry_at = now + self._backoff.delay(max(self._failures, 1), self._random())
 
     def _end(self, state: PeerState, reason: str, retry_at: float) -> list[Action]:
         self._fetching = self._connecting = False

@@ -24,6 +24,7 @@ import zmq
 
 from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.push_messages import PushInto
 from vllm_pd_connector.sidechannel.net.dial import Dial
 from vllm_pd_connector.sidechannel.net.sockets import MAX_PENDING, connect, dealer, place_of, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 Outcome = m.Reply | ProtocolError | DeadlineExceeded
 
 MAX_SERVERS = 512  # at a time; see `_make_room`
+OF_EACH_RECEIVE = (m.ReadDone, m.GetChecksums, PushInto)  # other requests are few, or end something
 NEW_S = 1.0  # how long who was never asked before has to answer
 REDIAL_S = 0.25
 
@@ -105,12 +107,12 @@ class SideChannelClient:
         """Send a request to the server at `endpoint` (see `net.sockets.endpoint`); returns its token.
 
         Raises:
-            Busy: MAX_PENDING are under way there, MAX_SERVERS others that have answered before owe answers, or no
-                socket is left.
+            Busy: it is one OF_EACH_RECEIVE and MAX_PENDING are under way there, MAX_SERVERS others that have answered
+                before owe answers, or no socket is left.
             ProtocolError: the request is too large, or the endpoint is no address.
         """
         link = self._links.get(endpoint)
-        if link is not None and len(link.pending) >= MAX_PENDING:
+        if link is not None and isinstance(request, OF_EACH_RECEIVE) and len(link.pending) >= MAX_PENDING:
             raise Busy(f"{len(link.pending)} requests are under way there, the limit is {MAX_PENDING}")
         token = next(self._tokens)
         now = self._clock()

@@ -174,9 +174,11 @@ class WorkerHalf:
             return
         self._end_threads()
         if self._ending:
+            stuck = any(isinstance(thread, TransferLoop) and thread.stuck for thread in self._ending)
             raise PDConnectorError(
                 f"sleep: {' and '.join(thread.name for thread in self._ending)} of this worker, which moves or reads "
-                "what its caches hold, has not ended: ask for sleep again later, or restart the instance"
+                f"what its caches hold, has not ended: {'' if stuck else 'ask for sleep again later, or '}"
+                "restart the instance"
             )
         logger.info("let go of the caches' memory with %s", self._config.transport)
 

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.errors import Busy
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.waiting import wait
 
@@ -17,6 +19,16 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Outcome, float], None]
 """Called with what became of a request and the time; once, in the thread that owns the `PendingCalls`."""
+
+
+def busy_of(outcome: Outcome) -> str:
+    """Why what was asked only has to be asked again later, here or on the other side; empty if that is not so."""
+    match outcome:
+        case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=message):
+            return message or outcome.code
+        case Busy():
+            return str(outcome)
+    return ""
 
 
 class PendingCalls:

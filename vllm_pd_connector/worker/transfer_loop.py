@@ -167,6 +167,11 @@ class TransferLoop:
         """Whether caches may still be read or written: the thread has not ended, or its transport did not close."""
         return self._thread.is_alive() or self._holds
 
+    @property
+    def stuck(self) -> bool:
+        """Whether it `runs` for good: nobody is left who could close the transport."""
+        return self._holds and not self._thread.is_alive()
+
     # Everything below runs in the thread.
 
     def _run(self) -> None:

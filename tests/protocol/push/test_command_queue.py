@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S, MAX_COMMANDS_BYTES, MAX_TICKETS, CommandQueue
 from vllm_pd_connector.protocol.push.table import PushTable
@@ -152,7 +154,20 @@ def test_for_a_worker_that_does_not_ask_nothing_gathers_of_pushes_that_have_fail
         table.ended(pm.PushEnded(b"t" * 16, 0, message.attempt, False, "aborted", True))
         [(ticket, told)] = table.replies.take()
         assert ticket == (b"d", number) and isinstance(told, pm.Pushed) and told.terminal
-    assert not table._commands._commands[1]
+    queue = table._commands._queues[1]
+    assert not queue.commands and not queue._kept
+
+
+def test_what_is_cancelled_is_found_without_looking_at_everything_else() -> None:
+    """Thousands of pushes may fail at once, as when weights change: in the scheduler's thread, under a lock."""
+    book, number = CommandQueue(2), 1 << 13
+    attempts = [n.to_bytes(16, "big") for n in range(number)]
+    for attempt in attempts:
+        book.add(pm.WriteCommand(attempt, (), 16, 1, final=False))
+    began = time.thread_time()
+    for attempt in attempts:
+        assert book.cancel(attempt, "aborted", {0, 1}) == {0, 1}
+    assert time.thread_time() - began < 2.0
 
 
 def test_a_push_of_which_no_worker_has_heard_is_over_when_it_fails() -> None:

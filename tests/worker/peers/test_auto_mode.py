@@ -145,6 +145,16 @@ def test_a_prefill_side_that_cannot_write_is_read_from_on(writer, target, monkey
     assert link.bandwidth is None
 
 
+def test_a_question_for_which_there_was_no_room_says_nothing_of_the_way(writer, target, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_PENDING", 0)
+    object.__setattr__(target.loop._receives._limits, "silent_s", 0.2)
+    assert target.received(both_ways(writer, target)) == [False]
+    assert target.failures == {"deadline": 1}
+    (link,) = target.loop._receives._links._links.values()
+    assert link.bandwidth is not None
+
+
 def test_parameters_that_come_twice_say_nothing_of_the_way(writer, target, monkeypatch):
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
     set_faults(writer.transports, held=True)

@@ -11,6 +11,7 @@ answers that have become due.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -46,12 +47,51 @@ class _Numbered(msgspec.Struct, frozen=True):
     size: int
 
 
+class _Queue:
+    """One worker's commands, by their rising numbers. A call takes the time of what it adds, drops or hands out: there
+    may be thousands of pushes, which may fail at once."""
+
+    def __init__(self) -> None:
+        self.commands: OrderedDict[int, _Numbered] = OrderedDict()
+        self._kept: dict[bytes, set[int]] = {}  # those that were not handed out, by their attempt
+
+    def add(self, added: _Numbered) -> None:
+        self.commands[added.number] = added
+        self._kept.setdefault(_attempt_of(added.command), set()).add(added.number)
+
+    def hand_out(self) -> Commands | None:
+        """The oldest, as many as fit into one answer; None if there are none."""
+        given, size = [], 0
+        for one in self.commands.values():
+            if (size := size + one.size) > MAX_COMMANDS_BYTES:
+                break
+            given.append(one)
+            self._is_out(one)
+        return Commands(given[-1].number, tuple(one.command for one in given)) if given else None
+
+    def seen(self, last: int) -> None:
+        """The worker has had them up to this number."""
+        while self.commands and (number := next(iter(self.commands))) <= last:
+            self._is_out(self.commands.pop(number))
+
+    def drop(self, attempt: bytes) -> bool:
+        """Keep nothing of an attempt that was not handed out. Whether its beginning was."""
+        dropped = [self.commands.pop(number) for number in self._kept.pop(attempt, ())]
+        return not any(isinstance(one.command, BeginCommand) for one in dropped)
+
+    def _is_out(self, one: _Numbered) -> None:
+        attempt = _attempt_of(one.command)
+        if kept := self._kept.get(attempt):
+            kept.discard(one.number)
+            if not kept:
+                del self._kept[attempt]
+
+
 class CommandQueue:
     """The commands of one instance with `workers` workers; every command that is added is for all of them."""
 
     def __init__(self, workers: int) -> None:
-        self._commands: list[list[_Numbered]] = [[] for _ in range(workers)]
-        self._given = [0] * workers  # the number of the last command that was handed out to each
+        self._queues = [_Queue() for _ in range(workers)]
         self._number = 0
         self._awaiting: dict[int, dict[Ticket, tuple[int, float]]] = {}
 
@@ -71,8 +111,9 @@ class CommandQueue:
                 raise ProtocolError(reason)
             added.append(_Numbered(number, command, size))
         self._number += len(added)
-        for queue in self._commands:
-            queue += added
+        for queue in self._queues:
+            for one in added:
+                queue.add(one)
 
     def cancel(self, attempt: bytes, reason: str, workers: Collection[int]) -> set[int]:
         """Have these workers write no more for an attempt. Returns those that may have begun: they are told. The others
@@ -83,12 +124,8 @@ class CommandQueue:
         self._number += 1
         numbered = _Numbered(self._number, command, body_size(command))
         for worker in workers:
-            queue, given = self._commands[worker], self._given[worker]
-            dropped = [one for one in queue if one.number > given and _attempt_of(one.command) == attempt]
-            numbers = {one.number for one in dropped}
-            self._commands[worker] = [one for one in queue if one.number not in numbers]
-            if not any(isinstance(one.command, BeginCommand) for one in dropped):
-                self._commands[worker].append(numbered)
+            if self._queues[worker].drop(attempt):
+                self._queues[worker].add(numbered)
                 begun.add(worker)
         return begun
 
@@ -101,7 +138,7 @@ class CommandQueue:
     def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> None:
         """A worker is ready for commands after number `seen`."""
         worker = message.worker
-        self._commands[worker] = [numbered for numbered in self._commands[worker] if numbered.number > message.seen]
+        self._queues[worker].seen(message.seen)
         among_latest(self._awaiting.setdefault(worker, {}), ticket, (message.seen, now + IDLE_ANSWER_S))
 
     def tick(self, now: float) -> list[tuple[Ticket, Reply]]:
@@ -121,16 +158,8 @@ class CommandQueue:
         return [due for waiting in self._awaiting.values() for _, due in waiting.values()]
 
     def _hand_out_to(self, worker: int) -> list[tuple[Ticket, Reply]]:
-        commands = self._commands[worker]
-        if not commands:
-            return []
-        given, size = 0, 0
-        while given < len(commands) and size + commands[given].size <= MAX_COMMANDS_BYTES:
-            size += commands[given].size
-            given += 1
-        answer = Commands(commands[given - 1].number, tuple(numbered.command for numbered in commands[:given]))
-        self._given[worker] = max(self._given[worker], answer.last)
-        return [(ticket, answer) for ticket in self._awaiting.pop(worker)]
+        answer = self._queues[worker].hand_out()
+        return [] if answer is None else [(ticket, answer) for ticket in self._awaiting.pop(worker)]
 
 
 def _attempt_of(command: Command) -> bytes:

@@ -10,10 +10,10 @@ A *registration* is one decode worker's, of its blocks, named by its attempt:
         +------------ no prefill came, prefill failed, withdrawn, a worker failed ----------> FAILED
 
 How they find each other is in `rendezvous`; a prefill that nobody wants is kept by its lease, which is not known here.
-Every change gives commands to all workers of this instance; each of them reports the end of every attempt that it was
-ordered to write. A failure is answered at once, and not as the end: until all workers have said that nothing is written
-any more (`draining`) the decode side's blocks are in quarantine. So nobody sees what is written there, and the blocks
-of the prefill, the source of those writes, may be others' at once.
+What is computed is ordered of all workers of this instance; each reports the end of every attempt that it knows. Of a
+failure only those hear that may have begun. It is answered at once: as the end where there are none; else they drain
+(`draining`), and until all have said that nothing is written any more the decode side's blocks are in quarantine.
+So nobody sees what is written there, and the blocks of the prefill, the source of those writes, may be others' at once.
 
 A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
 with DONE, and the lease, which the answer names, is kept for it (`kept`). A prefill that was preempted after a part was

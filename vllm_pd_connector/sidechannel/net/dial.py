@@ -15,13 +15,14 @@ import os
 import select
 import socket
 import threading
-from errno import EINPROGRESS
+from errno import EINPROGRESS, EMFILE, ENFILE, ENOBUFS, ENOMEM
 
-from vllm_pd_connector.errors import Unreachable
+from vllm_pd_connector.errors import Busy, Unreachable
 from vllm_pd_connector.wake import Wake
 
 MAX_LOOKUPS = 64  # names that are looked up at a time in this process, a thread each; requests name them
 MAX_ADDRESSES = 8  # of one name
+NONE_LEFT = (EMFILE, ENFILE, ENOBUFS, ENOMEM)  # of what a connection takes here: this says nothing of the other side
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -36,6 +37,7 @@ class Dial:
         self._trying: dict[socket.socket, str] = {}
         self._reached: str | None = None
         self._failures: list[str] = []
+        self._refused = False  # by a failure that does not come of this side alone
         self._found: _Found | OSError | None = None
         self._lookup: Wake | None = None
         try:
@@ -47,6 +49,7 @@ class Dial:
         """The address, in numbers, that takes connections; None: not known yet.
 
         Raises:
+            Busy: there was no room on this side to find out.
             Unreachable: there is none.
         """
         if self._lookup is not None and self._lookup.clear():
@@ -60,7 +63,7 @@ class Dial:
                 self._ended(self._trying.pop(attempt), attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
                 attempt.close()
         if self._reached is None and self._lookup is None and not self._trying:
-            raise Unreachable("; ".join(self._failures))
+            raise (Busy if self._failures and not self._refused else Unreachable)("; ".join(self._failures))
         return self._reached
 
     def close(self) -> None:
@@ -79,10 +82,10 @@ class Dial:
             self._lookup = Wake()
             self._ready.register(self._lookup, select.EPOLLIN)
             threading.Thread(target=self._wait_for_names, args=(self._lookup,), name="pd-lookup", daemon=True).start()
-        except BaseException:  # no descriptor or no thread is left: who would give the place back does not run
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left: who gives the place back is none
             _lookups.release()
             self.close()
-            raise
+            self._failures.append(f"the name {self._host} cannot be looked up: {error}")
 
     def _wait_for_names(self, done: Wake) -> None:
         try:
@@ -99,6 +102,7 @@ class Dial:
         self._lookup = None
         match self._found:
             case OSError() as error:
+                self._refused = True
                 self._failures.append(f"the name {self._host} is not known here: {error.strerror}")
             case found:
                 self._try(found or [])
@@ -109,6 +113,7 @@ class Dial:
             try:
                 attempt = socket.socket(family, kind, protocol)
             except OSError as error:
+                self._refused |= error.errno not in NONE_LEFT
                 self._failures.append(f"no connection can be made: {error.strerror}")
                 continue
             attempt.setblocking(False)
@@ -122,6 +127,7 @@ class Dial:
 
     def _ended(self, address: str, code: int) -> None:
         if code:
+            self._refused |= code not in NONE_LEFT
             at = f"{address}: " if address != self._host else ""
             self._failures.append(f"{at}{os.strerror(code).lower()}")
         elif self._reached is None:

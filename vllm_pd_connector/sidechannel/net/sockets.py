@@ -24,7 +24,8 @@ from vllm_pd_connector.sidechannel.net.watch import Watch, allowance
 QUEUED_REQUESTS = 4
 QUEUED_REPLIES = 2
 MOST_PARTS = 2
-MAX_PENDING = 1024  # requests that a client has under way with one server, and so replies that may wait for it
+MAX_PENDING = 1024  # with so many under way with one server a client asks no more for receives (`client.send`)
+QUEUED = 2 * MAX_PENDING  # requests or replies of one connection, with room for what is asked all the same
 
 KEY_MARK = " key "
 _PLACE = re.compile(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^\[\]:/;*]+)):(?P<port>[0-9]{1,5})\Z")
@@ -68,7 +69,7 @@ def bound_router(
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a client that has gone is an error, not silence
         socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
         # A reply over this limit is lost, and its client only asks again after a time-out.
-        socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
+        socket.setsockopt(zmq.SNDHWM, QUEUED)
         watch.add(socket, allowance(QUEUED_REQUESTS, MAX_REQUEST_FRAME))
         _bind(socket, host, port)
     except BaseException:
@@ -129,7 +130,7 @@ def dealer(
             secure_client(socket, keys, server_key)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_FRAME)
         socket.setsockopt(zmq.RCVHWM, QUEUED_REPLIES)
-        socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
+        socket.setsockopt(zmq.SNDHWM, QUEUED)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         return socket, watch.add(socket, allowance(QUEUED_REPLIES, MAX_REPLY_FRAME))

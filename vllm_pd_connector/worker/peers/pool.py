@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import (
+    Busy,
     DeadlineExceeded,
     IncompatiblePeer,
     PDConnectorError,
@@ -260,16 +261,12 @@ class Links(Generic[LinkKind]):
                 self.drive(other, peers.Replaced(f"incarnation {incarnation[:8]} answers at its address"), now)
 
     def _fetch(self, link: LinkKind, attempt: int, now: float) -> None:
-        timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
+        put, fetched = self._events.put, partial(self._fetched, link, attempt)
+        message, timeout = GetManifests(link.engine_id), self._config.handshake_timeout / FETCH_ATTEMPTS
         try:
-            self._calls.ask(
-                link.endpoint,
-                GetManifests(link.engine_id),
-                timeout,
-                lambda outcome, at: self._events.put(lambda: self._fetched(link, attempt, outcome, at)),
-            )
+            self._calls.ask(link.endpoint, message, timeout, lambda outcome, at: put(partial(fetched, outcome, at)))
         except ProtocolError as error:
-            self.drive(link, peers.FetchFailed(attempt, str(error)), now)
+            put(partial(fetched, error, now))
 
     def _fetched(self, link: LinkKind, attempt: int, outcome: Outcome, now: float) -> None:
         event: peers.Event
@@ -291,7 +288,7 @@ class Links(Generic[LinkKind]):
             case VersionMismatch():
                 event = peers.Refused(str(outcome))
             case _:
-                event = peers.FetchFailed(attempt, str(outcome))
+                event = peers.FetchFailed(attempt, str(outcome), isinstance(outcome, Busy))
         self._handle(link, event, now)
 
     def _relink(self, link: LinkKind, answer: peers.ManifestsArrived, now: float) -> peers.Event:

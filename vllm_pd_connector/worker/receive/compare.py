@@ -16,8 +16,9 @@ from vllm_pd_connector.errors import Busy, ProtocolError, TransferError
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetChecksums, LeaseChecksums
+from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
 from vllm_pd_connector.worker.checksums import memory_of, of_pieces, starts_of
+from vllm_pd_connector.worker.rpc import busy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,18 +92,12 @@ class ChecksumComparison:
             self._wake.set()
 
         def answered(outcome: Outcome, at: float) -> None:
-            match outcome:
-                case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=busy):
-                    again(busy, at)
-                case Busy() as error:
-                    again(str(error), at)
-                case _:
-                    active.comparing = True
-                    self._summing.submit(compare, outcome).add_done_callback(compared)
-
-        def again(busy: str, at: float) -> None:
-            active.busy = busy
-            self._again.append((at + RETRY_S, ask))
+            if busy := busy_of(outcome):
+                active.busy = busy
+                self._again.append((at + RETRY_S, ask))
+                return
+            active.comparing = True
+            self._summing.submit(compare, outcome).add_done_callback(compared)
 
         def ask(at: float) -> None:
             if active.reported:  # it has failed since
@@ -112,7 +107,7 @@ class ChecksumComparison:
                 active.busy = ""
                 calls.ask(active.link.endpoint, message, self._timeout_s, answered)
             except Busy as error:  # it only has to wait
-                again(str(error), at)
+                answered(error, at)
             except ProtocolError as error:
                 drive(active, receives.Compared(str(error)), at, FailureKind.VERIFICATION)
             except Exception as error:

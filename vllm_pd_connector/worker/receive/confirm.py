@@ -11,8 +11,9 @@ from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict
+from vllm_pd_connector.protocol.wire.messages import Failure, ReadDone, ReadVerdict
 from vllm_pd_connector.worker.receive.ending import kind_of
+from vllm_pd_connector.worker.rpc import busy_of
 
 if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.client import Outcome
@@ -51,18 +52,18 @@ class Confirmer:
                 lambda outcome, at: self._answered(active, outcome, at),
             )
         except Busy as error:  # it only has to wait
-            active.busy = str(error)
-            self._again_at(active, now + RETRY_S)
+            self._answered(active, error, now)
         except ProtocolError as error:
             self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
 
     def _answered(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+        if busy := busy_of(outcome):
+            active.busy = busy
+            self._again_at(active, now + RETRY_S)
+            return
         match outcome:
             case ReadVerdict(held=held, reason=reason):
                 self._drive(active, receives.Verdict(held, reason), now, kind_of(reason, FailureKind.LEASE_LOST))
-            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=message):
-                active.busy = message
-                self._again_at(active, now + RETRY_S)
             case Failure(message=message):
                 self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
             case _:

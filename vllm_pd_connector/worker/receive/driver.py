@@ -203,7 +203,7 @@ class Receives:
 
     def _tick(self, active: ActiveReceive, now: float) -> None:
         if (due := active.machine.next_deadline()) is not None and due <= now:
-            waited = active.machine.state is receives.ReceiveState.WAITING
+            waited, busy = active.machine.state is receives.ReceiveState.WAITING, active.busy
             if self._goes_on(active, now):
                 return
             active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
@@ -214,7 +214,7 @@ class Receives:
                 self._drive(active, receives.ReceiveTick(missing=ending.missing(active)), now, FailureKind.DEADLINE)
             if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
                 active.link.stalled = "a read took too long"
-            if not waited:
+            if not waited and not busy:  # else the peer may well be there
                 active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
         if active.retry_at is not None and active.retry_at <= now:
             active.retry_at, confirms = None, active.machine.state is receives.ReceiveState.CONFIRMING

@@ -90,9 +90,10 @@ def settle(active: ActiveReceive, copier: Copier) -> str:
 
 def read_from_now_on(active: ActiveReceive, stats: PDStats) -> None:
     """In mode auto, when what the prefill side was asked to write has failed: it may not reach what the self-test did
-    not need, as the side channel here. It is read from until its link is another one."""
-    link = active.link
-    if isinstance(link, ReadLink) and active.written and active.kind in _OF_WRITING and link.bandwidth is not None:
+    not need, as the side channel here. It is read from until its link is another one. That there was no room for the
+    question says nothing of that."""
+    link, of_writing = active.link, active.written and active.kind in _OF_WRITING and not active.busy
+    if isinstance(link, ReadLink) and of_writing and link.bandwidth is not None:
         link.bandwidth = None
         stats.gauge("push chosen", 0)
         logger.warning("prefill engine %s is read from now on: what it was asked to write failed", link.engine_id)

@@ -27,6 +27,7 @@ from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.ending import kind_of
+from vllm_pd_connector.worker.rpc import busy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,8 +105,7 @@ class PushRequester:
         try:
             self._send(active, message, self._asked)
         except Busy as error:  # it only has to wait
-            active.busy = str(error)
-            self._again_at(active, now + RETRY_S)
+            self._asked(active, error, now)
         except ProtocolError as error:
             never = not active.question  # what was asked before goes on
             self._drive(active, receives.PushFailed(str(error), terminal=never), now, FailureKind.INTERNAL)
@@ -212,6 +212,10 @@ class PushRequester:
             raise
 
     def _asked(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+        if busy := busy_of(outcome):
+            active.busy = busy
+            self._again_at(active, now + RETRY_S)
+            return
         match outcome:
             case Pushed(state=PushState.DONE, late_starts=late) if unknown := late.keys() - self._windowed:
                 reason = (
@@ -232,9 +236,6 @@ class PushRequester:
                 self._drive(active, receives.PushAlive(moved.descriptors), now, FailureKind.DEADLINE)
             case Pushed():
                 self._drive(active, receives.PushAlive(None), now)
-            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=message):
-                active.busy = message
-                self._again_at(active, now + RETRY_S)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 # Whoever it is has not taken this in. Who did may still write: what was sent is sent again when a
                 # connection is lost, so also the first question may have reached another before.
@@ -260,7 +261,7 @@ class PushRequester:
         match outcome:
             case Pushed(terminal=True, reason=reason):
                 self._drive(active, receives.PushFailed(reason, terminal=True), now)
-            case Pushed() | Failure():  # also of a life that was not asked: it knows nothing of the one that was
+            case Pushed() | Failure() | Busy():  # also of a life that was not asked: it knows nothing of who was
                 self._again_at(active, now + _patience(active, now))
             case _:
                 self._unheard(active, outcome, now, _patience(active, now))
