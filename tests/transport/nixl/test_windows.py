@@ -95,10 +95,23 @@ def test_posts_are_known_to_copy_when_many_ended_in_their_calls_one_after_the_ot
         window.forget(window.running)
     for _ in range(100):
         clocks.post(0.001, 10 * MIB, runs=False, writes=True)
-    assert window.inline and window.descriptors == 256
+    assert window.copies and window.inline and window.descriptors == 256
     assert window.size == pytest.approx(35 * MIB, rel=0.1), "what is written is what was asked for, as with reads"
     clocks.post(0.0, 10 * MIB, runs=True, writes=True)
     assert not window.inline and window.size == pytest.approx(25 * MIB, rel=0.1)
+
+
+def test_a_read_that_ended_in_its_call_has_left_nothing_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether posts copy or the peer was quick: the next one may be long."""
+    clocks = Clocks(monkeypatch)
+    clocks.post(0.0, MIB, runs=True)
+    clocks.window.forget(MIB)
+    assert not clocks.window.inline and clocks.window.descriptors == 128
+    clocks.post(0.001, MIB, runs=False)
+    assert clocks.window.inline and clocks.window.descriptors == 256 and not clocks.window.copies
+    assert clocks.window.room(clocks.clock) == clocks.window.size
+    clocks.post(0.001, MIB, runs=False, writes=True)
+    assert not clocks.window.inline
 
 
 def test_many_looks_that_find_little_do_not_widen_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

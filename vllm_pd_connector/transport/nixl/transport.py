@@ -350,7 +350,7 @@ class NixlTransport:
         cold, and that of one takes 60 us more. They are posted as they were made, also if posts copy no longer."""
         peer = transfer.peer
         if not transfer.ready:
-            for _ in range(_AHEAD if peer.window.inline else 1):
+            for _ in range(_AHEAD if peer.window.copies else 1):
                 if transfer.waiting:
                     self._prepare(transfer, room)
                 if transfer.failure is not None:

@@ -73,9 +73,15 @@ class Window:
     writes: bool = False
 
     @property
-    def inline(self) -> bool:
-        """Whether posts copy, so that nothing runs that another call copies."""
+    def copies(self) -> bool:
+        """Whether posts are known to copy."""
         return self.straight >= _STRAIGHT
+
+    @property
+    def inline(self) -> bool:
+        """Whether the next post may be long: the last one ended in its call, so that nothing runs that another copies.
+        Of a peer that is written to that says nothing, unless posts are known to copy."""
+        return self.copies or (self.straight > 0 and not self.writes)
 
     @property
     def descriptors(self) -> int:
