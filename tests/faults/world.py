@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from examples.launch import Server, Servers, free_port, router_spec
+from examples.launch import Server, Servers, router_spec
 from tests.faults.asked import FETCH, KEEP, End, Outcome, Params, begin, pause
 from tests.faults.instances import LEASE_S, LIMITS, Instance, spec_of
 from tests.faults.system.network import Network
 from tests.faults.system.relay import Relay, forward
+from tests.support.ports import free_port
 from tests.support.servers.workload import Prompt, completion, prompts
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.sidechannel.net.sockets import endpoint

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.launch import CPU_FLAGS, Server, Servers, free_port, router_spec, vllm_spec
+from examples.launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
 from examples.make_models import MODELS, make
+from tests.support.ports import free_port
 from tests.support.servers import digests
 from tests.support.servers.agreement import disagreement, parting_step, rest_of
 from tests.support.servers.engine import rounds_to_bfloat16
