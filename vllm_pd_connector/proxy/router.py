@@ -63,7 +63,7 @@ from vllm_pd_connector.proxy.legs import (
 )
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
-from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
+from vllm_pd_connector.routing.handoff import Body, computes_prompt, decode_body, decode_body_beside, prefill_body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -190,7 +190,7 @@ class Router:
     async def _by_both(self, exchange: Exchange) -> web.StreamResponse:
         if not self.fleet.usable(InstanceRole.DECODE):  # nothing is computed for nobody, and held for its lease
             raise unreachable(self.fleet, InstanceRole.DECODE)
-        if not self._concurrent():
+        if computes_prompt(exchange.body) or not self._concurrent():
             return await self._serial_again(exchange)
         answer, prefill = await self._side_by_side(exchange)
         self._let_end(prefill, exchange.request_id)
@@ -221,6 +221,8 @@ class Router:
         def prepare(instance: Instance) -> tuple[Body, Headers]:
             return prefill_body(exchange.body, turn=exchange.turn.brought_to(instance)), exchange.headers
 
+        if computes_prompt(exchange.body):
+            return await self._decode(exchange, exchange.body, "")
         answer = await self._prefill(exchange, prepare)
         name = uuid.uuid4().hex if self._conversations is not None else ""
         return await self._decode(exchange, decode_body(exchange.body, answer, name), name, held=True)
@@ -301,7 +303,8 @@ class Router:
             return answer
 
     async def _decode(self, exchange: Exchange, body: Body, name: str, *, held: bool = False) -> web.StreamResponse:
-        """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered."""
+        """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered.
+        Without parameters in `body` nothing was prefilled."""
 
         def prepare(instance: Instance) -> tuple[Body, Headers]:
             return body, {**exchange.headers, **exchange.turn.sent_to(instance)}
@@ -317,7 +320,8 @@ class Router:
                 exchange.turn.ended(name, answer)
                 return passed_on(200, for_client(content, answer, who), response.headers, exchange.request_id)
         except (LegError, InstanceRefusal, asyncio.CancelledError) as error:
-            if exchange.answer is None and (held or not isinstance(error, asyncio.CancelledError)):  # the client leaves
+            begun = held or not isinstance(error, asyncio.CancelledError)  # else the client leaves
+            if exchange.answer is None and begun and body.get("kv_transfer_params") is not None:
                 self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
             raise
 

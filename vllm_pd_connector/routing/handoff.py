@@ -109,6 +109,16 @@ def check_client_body(body: object) -> Body:
     return body | {"prompt": prompt[0]} if is_list else body
 
 
+def computes_prompt(body: Mapping[str, Any]) -> bool:
+    """Whether decode computes the whole prompt whatever it could load, so that a first leg would be in vain: for its
+    log-probabilities. A chat that is echoed has them always, since `top_logprobs` is 0 where it is not set.
+
+    Source: vLLM 0.32, `to_sampling_params` of both `protocol.py`, `SamplingParams.skip_reading_prefix_cache`.
+    """
+    echoed = bool(body.get("echo")) and ("messages" in body or body.get("logprobs") is not None)
+    return echoed or body.get("prompt_logprobs") is not None
+
+
 def prefill_body(body: Body, transfer_id: str | None = None, turn: Mapping[str, Any] = NOTHING) -> Body:
     """The first leg: the same prompt, one token, and the cache kept. `transfer_id` names a concurrent hand-off, `turn`
     says where a decode instance holds the prompt's beginning."""
