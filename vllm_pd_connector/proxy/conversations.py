@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.proxy.choice import prefix_keys
-from vllm_pd_connector.proxy.legs import pinned
+from vllm_pd_connector.proxy.instance import pinned
 from vllm_pd_connector.routing.handoff import NOTHING
 
 if TYPE_CHECKING:

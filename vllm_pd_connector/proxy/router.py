@@ -48,7 +48,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
-from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait, is_our_own
+from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait, is_our_own, pinned
 from vllm_pd_connector.proxy.legs import (
     Headers,
     InstanceRefusal,
@@ -56,7 +56,6 @@ from vllm_pd_connector.proxy.legs import (
     Legs,
     SentAgain,
     make_session,
-    pinned,
     require_good,
     require_here,
     unreachable,
