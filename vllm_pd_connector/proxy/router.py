@@ -187,13 +187,18 @@ class Router:
             return await self._by_both(exchange)
 
     async def _by_both(self, exchange: Exchange) -> web.StreamResponse:
+        """Once more by other instances where one that is ending has aborted a leg, one is full, or a prefill has handed
+        nothing over: the client has had nothing of it."""
         if not self.fleet.usable(InstanceRole.DECODE):  # nothing is computed for nobody, and held for its lease
             raise unreachable(self.fleet, InstanceRole.DECODE)
-        if computes_prompt(exchange.body) or not self._concurrent():
-            return await self._serial_again(exchange)
-        answer, prefill = await self._side_by_side(exchange)
-        self._let_end(prefill, exchange.request_id)
-        return answer
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._once(exchange)
+            except SentAgain as error:
+                if exchange.answer is not None or not error.elsewhere:
+                    raise
+                logger.info("request %s: sent again: %s", exchange.request_id, error)
+        return await self._once(exchange)
 
     def _concurrent(self) -> bool:
         if self._options.handoff != "auto":
@@ -204,24 +209,20 @@ class Router:
             return False
         return all(i.engines and all(e.handoff == "concurrent" for e in i.engines.values()) for i in prefills)
 
-    async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
-        """Once more by other instances where one that is ending has aborted a leg, one is full, or a prefill has handed
-        nothing over: the client has had nothing of it. Where both legs are sent at once it is told."""
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return await self._serial(exchange)
-            except SentAgain as error:
-                if exchange.answer is not None or not error.elsewhere:
-                    raise
-                logger.info("request %s: sent again: %s", exchange.request_id, error)
-        return await self._serial(exchange)
+    async def _once(self, exchange: Exchange) -> web.StreamResponse:
+        """One attempt. Two have nothing in common, also where both legs go at once: each has a name of its own."""
+        if computes_prompt(exchange.body):
+            return await self._decode(exchange, exchange.body, "")
+        if not self._concurrent():
+            return await self._serial(exchange)
+        answer, prefill = await self._side_by_side(exchange)
+        self._let_end(prefill, exchange.request_id)
+        return answer
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         def prepare(instance: Instance) -> tuple[Body, Headers]:
             return prefill_body(exchange.body, turn=exchange.turn.brought_to(instance)), exchange.headers
 
-        if computes_prompt(exchange.body):
-            return await self._decode(exchange, exchange.body, "")
         answer = await self._prefill(exchange, prepare)
         name = uuid.uuid4().hex if self._conversations is not None else ""
         return await self._decode(exchange, decode_body(exchange.body, answer, name), name, held=True)
