@@ -16,7 +16,6 @@ import ctypes
 import errno
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -24,13 +23,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from examples import roles
+from examples.ports import free_port
 from examples.stages import Progress
 
 # Whoever starts servers on a CPU takes these from here.
@@ -133,25 +133,6 @@ class Server:
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-_given: deque[int] = deque(maxlen=4096)
-
-
-def free_port() -> int:
-    """A port on which nobody listens, below the range from which the kernel picks ports for outgoing connections, and
-    none that was picked lately: a server listens long after its ports were picked."""
-    while True:
-        port = random.SystemRandom().randrange(18000, 32000)
-        if port in _given:
-            continue
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        _given.append(port)
-        return port
 
 
 def refuse_ports_twice(specs: Sequence[Spec]) -> None:

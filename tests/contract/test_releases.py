@@ -23,7 +23,8 @@ import vllm_pd_connector
 from tests.contract import wire_values
 from tests.contract.describe_wire import HERE, describe, differences, record_of
 from tests.support.geometry.world import Model, Side, instance
-from tests.support.sidechannel.ends import ENGINE, INCARNATION, PATIENCE_S, collect
+from tests.support.patience import PATIENCE_S
+from tests.support.sidechannel.ends import ENGINE, INCARNATION, collect
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.manifest import CONFIGURATION, Manifest
 from vllm_pd_connector.geometry.topology import check_pd_topology

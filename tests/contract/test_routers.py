@@ -35,7 +35,7 @@ from vllm_pd_connector.protocol.params.parse import (
     parse_remote_prefill,
     parse_remote_push,
 )
-from vllm_pd_connector.routing.handoff import decode_body, decode_body_beside, prefill_body
+from vllm_pd_connector.routing.handoff import computes_prompt, decode_body, decode_body_beside, prefill_body
 
 ROUTERS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("routers.json").read_text())
 SERIAL = [name for name, router in ROUTERS.items() if router["order"] == "serial"]
@@ -217,3 +217,26 @@ def test_what_vllm_takes_from_a_client_it_takes_as_a_first_leg(kind: Any, body: 
     assert (leg.max_tokens, leg.min_tokens, leg.ignore_eos, leg.stop) == (1, 0, True, [])
     assert (leg.logprobs, leg.prompt_logprobs, leg.logprob_token_ids) == (None, None, None), "nobody reads them"
     assert leg.thinking_token_budget is None, "a prefill instance may have no reasoning configured, and refuse it"
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "whole"),
+    [
+        (CompletionRequest, {"prompt": "x", "prompt_logprobs": 0}, True),
+        (CompletionRequest, {"prompt": "x", "logprobs": 0, "echo": True}, True),
+        (CompletionRequest, {"prompt": "x", "logprobs": 2, "echo": False}, False),
+        (CompletionRequest, {"prompt": "x", "echo": True}, False),
+        (CompletionRequest, {"prompt": "x"}, False),
+        (ChatCompletionRequest, CHAT | {"prompt_logprobs": 1}, True),
+        (ChatCompletionRequest, CHAT | {"echo": True}, True),
+        (ChatCompletionRequest, CHAT | {"echo": True, "top_logprobs": None}, True),
+        (ChatCompletionRequest, CHAT | {"logprobs": True, "top_logprobs": 3}, False),
+    ],
+)
+def test_the_router_knows_of_which_prompts_vllm_loads_nothing(kind: Any, body: dict[str, Any], whole: bool) -> None:
+    sampling = kind.model_validate({"model": "m"} | body).to_sampling_params(1, {})
+    assert bool(sampling.skip_reading_prefix_cache) is whole
+    assert computes_prompt(body) is whole

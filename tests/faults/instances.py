@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tests.faults.system import processes
 from tests.faults.system.network import OF_A_NETWORK, Host
 from tests.faults.system.relay import Relay
 from tests.support.servers.cluster import HOLDINGS, sibling, together
+from tests.support.servers.workload import forgets
 
 LEASE_S = 4.0
 LIMITS = {"handshake_timeout": 3.0, "transfer_timeout": 4.0, "confirm_timeout": 3.0, "kv_lease_duration": LEASE_S}
@@ -80,6 +82,18 @@ class Instance:
     def metrics(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             return str(answer.read(), "utf-8")
+
+    def forgets(self) -> bool:
+        """Whether its prefix cache is empty now: it refuses while blocks are held, and one that has ended begins its
+        next life so."""
+        try:
+            return forgets(self.server)
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionError):
+                raise
+        except ConnectionError:
+            pass
+        return True
 
     def holdings(self) -> dict[str, float]:
         """What it says that it holds; engine steps renew that. A figure that is not told any more is no leak that was

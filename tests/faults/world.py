@@ -10,7 +10,6 @@ import http.client
 import json
 import secrets
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from examples.launch import Server, Servers, free_port, router_spec
+from examples.launch import Server, Servers, router_spec
 from tests.faults.asked import FETCH, KEEP, End, Outcome, Params, begin, pause
 from tests.faults.instances import LEASE_S, LIMITS, Instance, spec_of
 from tests.faults.system.network import Network
 from tests.faults.system.relay import Relay, forward
+from tests.support.ports import free_port
 from tests.support.servers.workload import Prompt, completion, prompts
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -31,6 +31,8 @@ PATIENCE_S = sum(LIMITS.values()) + 6.0
 """How long a request may take beyond the time for which something was held back: all of its phases, and computing on
 a machine that does other things too."""
 
+LEAVES_S = 3 * LEASE_S + PATIENCE_S
+"""After which everything has had time to end."""
 RECOVERY_S = 45.0
 HEAD_STARTS_S = (0.0, 0.05, -0.05)
 LENGTHS = (40, 150, 700, 33, 300, 1100, 64, 500)
@@ -174,16 +176,12 @@ class World:
         return self._next - 1
 
     def forget_prefixes(self) -> None:
+        """Empty every prefix cache, which vLLM refuses while blocks are held: at the longest until their leases end."""
         for instance in self.instances:
-            request = urllib.request.Request(f"{instance.url}/reset_prefix_cache", method="POST")
-            try:
-                with urllib.request.urlopen(request, timeout=30) as answer:
-                    answer.read()
-            except ConnectionError:
-                continue  # it has ended, and its next life begins with an empty cache
-            except urllib.error.URLError as error:
-                if not isinstance(error.reason, ConnectionError):
-                    raise
+            deadline = time.monotonic() + LEAVES_S
+            while not instance.forgets():
+                assert time.monotonic() < deadline, f"{instance.name} keeps its prefix cache: blocks are held there"
+                time.sleep(0.1)
 
     def _body(self, prompt: Prompt, **fields: Any) -> Params:
         return completion(self.family, prompt, **fields)
@@ -354,7 +352,7 @@ class World:
         ended = [i.name for i in self.instances if i.server.process.poll() is not None or not i.processes("engine")]
         return ended + ["router"] * (self.router is not None and self.router.process.poll() is not None)
 
-    def leaks(self, seconds: float = 3 * LEASE_S + PATIENCE_S) -> list[str]:
+    def leaks(self, seconds: float = LEAVES_S) -> list[str]:
         """What instances still hold after everything had time to end."""
         deadline = time.monotonic() + seconds
         while True:

@@ -77,7 +77,6 @@ def unchanged(guarantee: Guarantee) -> dict[str, object]:
         "source": path.read_text(),
         "test": node(guarantee),
         "seconds": 5 * SECONDS,
-        "fails": False,
     }
 
 
@@ -88,7 +87,6 @@ def changed(guarantee: Guarantee) -> dict[str, object]:
         **unchanged(guarantee),
         "source": path.read_text().replace(around, without),
         "seconds": SECONDS,
-        "fails": True,
     }
 
 
@@ -115,6 +113,12 @@ def codes(request: pytest.FixtureRequest) -> dict[Guarantee | str, int]:
 def test_the_line_and_its_test_are_each_found_once(guarantee: Guarantee) -> None:
     assert place(guarantee)
     assert node(guarantee)
+
+
+def test_a_test_is_run_alike_with_its_line_and_without() -> None:
+    """One that is slow here would fail without the line because of that alone."""
+    control, change = unchanged(GUARANTEES[0]), changed(GUARANTEES[0])
+    assert {key for key in control if control[key] != change[key]} == {"source", "seconds"}
 
 
 def test_no_change_fails_by_a_name_that_is_not_there(tmp_path: Path) -> None:

@@ -67,6 +67,16 @@ async def test_of_a_stream_the_next_turn_has_the_name_that_decode_was_given(benc
 
 
 @over_bench
+async def test_of_a_prompt_that_decode_computed_itself_nothing_is_kept(bench: Bench) -> None:
+    prefill, _ = await bench.pair(decode=STREAM, says=(P, D), conversations=True)
+    url = bench.url.replace("/v1/completions", "/v1/chat/completions")
+    async with bench.client.post(url, json=chat("a", stream=True) | {"echo": True}) as answer:
+        await answer.read()
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill) == [{}]
+
+
+@over_bench
 async def test_a_client_is_not_told_by_a_stream_where_the_caches_are(bench: Bench) -> None:
     """vLLM 0.33 says it with the last event of a choice."""
     quoted = json.dumps({"choices": [{"delta": {"content": '"kv_transfer_params": {}'}}]}).encode()

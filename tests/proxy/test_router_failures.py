@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -104,6 +105,29 @@ async def test_what_a_client_is_refused_for_does_not_count(bench: Bench, status:
     refusing, other = await two_decodes(bench, answers({"error": {"message": "no"}}, status=status))
     assert [(await bench.ask())[0] for _ in range(10)].count(status) == 5
     assert (len(refusing.asked), len(other.asked)) == (5, 5)
+
+
+PICTURE = {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "https://pictures.example/1.png"}}]}]}
+INLINE = {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]}
+HOST_FAILS = {"message": "500, message='Internal Server Error', url='https://pictures.example/1.png'", "code": 500}
+ENGINE_FAILS = {"message": "Internal server error", "code": 500}
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("body", "error", "counts"),
+    [(PICTURE, HOST_FAILS, False), (PICTURE, ENGINE_FAILS, True), (INLINE, HOST_FAILS, True)],
+    ids=["the host of a picture", "the engine", "nobody else"],
+)
+@over_bench
+async def test_a_host_of_pictures_that_fails_does_not_count_against_an_instance(
+    bench: Bench, caplog: pytest.LogCaptureFixture, leg: str, body: dict[str, Any], error: dict[str, Any], counts: bool
+) -> None:
+    """vLLM says 500 then, as of its own failures."""
+    fails = answers({"error": error}, status=500)
+    await bench.pair(*((fails, DONE) if leg == "prefill" else (HANDS_OVER, fails)))
+    assert [(await bench.ask(body))[0] for _ in range(FAILS)] == [500] * FAILS
+    assert (f"{leg} instance" in caplog.text and "times in a row" in caplog.text) is counts
 
 
 @over_bench

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info, streams
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info, stall, streams
 from vllm_pd_connector.proxy.instance import FAILS, FULL_S, Answers, InstanceRole
 
 WORDS = (
@@ -29,6 +31,7 @@ FULL_DECODES = {"a status": FULL, "a stream": as_first_event(SAYS)}
 """How a decode instance says so: to a stream also by its first event, behind status 200."""
 PAUSED_DECODES = {"paused": PAUSED, "paused, a stream": as_first_event(PAUSE)}
 """From vLLM 0.33 on, the same of one that is paused."""
+ABORTS = answers({"choices": [{"text": "", "finish_reason": "abort"}]})
 UPSTREAM = answers({"error": {"message": "upstream connect error", "code": 503}}, status=503)
 
 
@@ -103,14 +106,60 @@ async def test_one_that_is_paused_is_asked_last_for_longer_than_one_that_is_full
     assert answers_of.asked_last(InstanceRole.DECODE, time.monotonic() + 2 * FULL_S)
 
 
+def name_of(asked: dict[str, Any]) -> str:
+    """By which the two legs of a concurrent hand-off find each other."""
+    return str(asked["kv_transfer_params"]["transfer_id"])
+
+
+@pytest.mark.parametrize("answer", [FULL, PAUSED, ABORTS], ids=["full", "paused", "ends"])
 @over_bench
-async def test_both_legs_at_once_are_not_sent_again(bench: Bench) -> None:
-    """Decode has been told which prefill instance it is."""
-    decode = await bench.instance(DONE, info(role="kv_consumer", engine_id="d-0"))
+async def test_both_legs_at_once_go_to_another_prefill_instance_under_another_name(
+    bench: Bench, answer: Handler
+) -> None:
+    async def when_it_is_written(request: web.Request) -> web.StreamResponse:
+        while name_of(await request.json()) not in map(name_of, other.asked):
+            await asyncio.sleep(0.01)
+        return await DONE(request)
+
+    full, other = [
+        await bench.instance(does, info(engine_id=name)) for does, name in ((answer, "full"), (HANDS_OVER, "other"))
+    ]
+    decode = await bench.instance(when_it_is_written, info(role="kv_consumer", engine_id="d-0"))
+    await bench.route([full.url, other.url], [decode.url])
+    assert (await bench.ask())[0] == 200
+    assert len(full.asked) == len(other.asked) == 1
+    assert name_of(full.asked[0]) != name_of(other.asked[0]) == name_of(decode.asked[-1])
+    assert decode.asked[-1]["kv_transfer_params"]["remote_engine_id"] == "other"
+
+
+@pytest.mark.parametrize("says", [*FULL_DECODES, *PAUSED_DECODES, "ends"])
+@over_bench
+async def test_both_legs_at_once_go_to_another_decode_instance_and_the_former_prefill_is_given_back(
+    bench: Bench, says: str
+) -> None:
+    async def beside_the_prefill(request: web.Request) -> web.StreamResponse:
+        while not prefill.asked:
+            await asyncio.sleep(0.01)
+        return await (FULL_DECODES | PAUSED_DECODES | {"ends": ABORTS})[says](request)
+
+    prefill = await bench.instance(HANDS_OVER, info())
+    full, other = [await bench.instance(does) for does in (beside_the_prefill, DONE)]
+    await bench.route([prefill.url], [full.url, other.url])
+    assert (await bench.ask())[0] == 200
+    assert (len(full.asked), len(other.asked)) == (1, 1)
+    assert name_of(full.asked[0]) != name_of(other.asked[0])
+    while not other.given_back:
+        await asyncio.sleep(0.01)
+    assert [params["transfer_id"] for params in other.given_back] == [name_of(full.asked[0])]
+
+
+@over_bench
+async def test_both_legs_at_once_are_told_to_the_client_where_all_are_full(bench: Bench) -> None:
+    decode = await bench.instance(stall, info(role="kv_consumer", engine_id="d-0"))
     prefills = [await bench.instance(FULL, info(engine_id=name)) for name in ("p-0", "p-1")]
     await bench.route([one.url for one in prefills], [decode.url])
     assert (await bench.ask())[0] == 503
-    assert sum(len(one.asked) for one in prefills) == 1
+    assert [len(one.asked) for one in prefills] == [1, 1]
 
 
 @over_bench

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, PARAMS, break_off, info, streams
+from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, PARAMS, answers, break_off, info, streams
+from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.proxy.instance import InstanceRole
 
 TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
@@ -139,6 +140,25 @@ async def test_an_instance_that_is_slow_to_name_its_models_still_gets_requests(
     status, said = await bench.get("/v1/models")
     assert status == 503 and f"{slow.url}/v1/models: TimeoutError" in str(said)
     assert [instance.url for instance in bench.router.fleet.usable(InstanceRole.DECODE)] == [slow.url]
+
+
+WHOLE_PROMPT = {"prompt": [1, 2], "echo": True, "logprobs": 0}
+"""For the log-probabilities of a prompt vLLM computes all of it, and loads nothing."""
+
+
+@pytest.mark.parametrize("says", [None, info()], ids=["serial", "concurrent"])
+@over_bench
+async def test_a_prompt_that_decode_computes_anyway_is_not_prefilled(bench: Bench, says: EngineInfo | None) -> None:
+    prefill, decode = await bench.pair(says=(says, None))
+    assert (await bench.ask(WHOLE_PROMPT))[0] == 200
+    assert (prefill.asked, decode.asked) == ([], [WHOLE_PROMPT])
+
+
+@over_bench
+async def test_what_decode_refuses_without_a_prefill_leaves_nothing_to_give_back(bench: Bench) -> None:
+    _, decode = await bench.pair(decode=answers({"error": {"message": "no"}}, status=400))
+    assert (await bench.ask(WHOLE_PROMPT))[0] == 400
+    assert not bench.router._trailing and len(decode.asked) == 1
 
 
 @over_bench

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, break_off, streams
+from tests.support.proxy.stand_ins import FINISHED, HANDS_OVER, answers, break_off, streams
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.exchange import Passage, says_nothing
 from vllm_pd_connector.proxy.instance import InstanceRole
@@ -42,6 +42,24 @@ async def test_a_stream_that_its_engine_aborts_before_the_first_token_is_sent_ag
         status, text, _ = await bench.ask({"prompt": "x", "stream": True})
         assert (status, text.encode()) == (200, OPENING + TEXT + FINISHED + END)
     assert len(ending.asked) <= 1 < len(other.asked), "it is asked last from then on"
+
+
+@pytest.mark.parametrize("word", [".", "abort", "error"])
+@pytest.mark.parametrize("stream", [False, True])
+@over_bench
+async def test_an_answer_that_a_stop_string_ended_is_whole_whatever_it_is(
+    bench: Bench, stream: bool, word: str
+) -> None:
+    """vLLM's API server finds it, and aborts the request at its engine; its answer says "stop"."""
+    said = {"choices": [{"text": "", "finish_reason": "stop", "stop_reason": word}]}
+    events = f"data: {json.dumps(said)}\n\n".encode(), END
+    prefill, decode = await bench.pair(decode=streams(*events) if stream else answers(said))
+    status, answer, _ = await bench.ask({"prompt": "x", "stop": [word], "stream": stream})
+    assert (status, answer) == (200, b"".join(events).decode() if stream else said)
+    assert len(prefill.asked) == len(decode.asked) == 1 and not decode.given_back
+    assert b"vllm_pd_proxy_broken_streams_total 0.0" in bench.router.metrics.exposition()
+    (instance,) = bench.router.fleet.usable(InstanceRole.DECODE)
+    assert not instance.answers.asked_last(InstanceRole.DECODE, time.monotonic())
 
 
 @over_bench

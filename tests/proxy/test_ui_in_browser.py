@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.browser import PATIENCE_S, NoBrowser, Page, open_browser
+from tests.support.proxy.browser import NoBrowser, Page, open_browser
 from tests.support.proxy.stand_ins import HANDS_OVER, exposition, info
 from vllm_pd_connector.proxy.fleet import FAILURES
 from vllm_pd_connector.proxy.serve import admin_application

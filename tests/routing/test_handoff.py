@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.routing.handoff import ASK_PREFILL, check_client_body, decode_body, prefill_body
+from vllm_pd_connector.routing.handoff import ASK_PREFILL, check_client_body, decode_body, fetches_media, prefill_body
 
 BODY = {
     "model": "m",
@@ -112,3 +112,24 @@ def test_a_list_of_one_prompt_is_that_prompt(prompt: object, only: object) -> No
 @pytest.mark.parametrize("body", [{"prompt_embeds": "e"}, {"prompt_embeds": ["e"], "prompt": None}])
 def test_embeddings_of_one_prompt_pass_as_they_are(body: dict[str, object]) -> None:
     assert check_client_body(body) == body
+
+
+def chat(*content: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "fetches"),
+    [
+        (chat({"type": "image_url", "image_url": {"url": "HTTPS://h/1.png"}}), True),
+        (chat({"type": "text", "text": "x"}, {"type": "video_url", "video_url": "http://h/1.mp4"}), True),
+        (chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}), False),
+        (chat({"type": "text", "text": "see http://h"}), False),
+        (chat({"image_url": {"url": 7}}, {"image_url": None}, "http://h", 7), False),
+        ({"messages": [{"role": "user", "content": "http://h"}, "http://h", 7]}, False),
+        ({"messages": {"image_url": "http://h"}}, False),
+        ({"prompt": "http://h"}, False),
+    ],
+)
+def test_only_media_with_an_address_elsewhere_are_fetched(body: dict[str, object], fetches: bool) -> None:
+    assert fetches_media(body) is fetches

@@ -11,17 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from tests.support.sidechannel.ends import (
-    ENGINE,
-    INCARNATION,
-    PATIENCE_S,
-    address,
-    assert_serves,
-    collect,
-    frame,
-    wait_for,
-)
+from tests.support.sidechannel.ends import ENGINE, INCARNATION, address, assert_serves, collect, frame, wait_for
 from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_REQUEST_FRAME, LeaseRef

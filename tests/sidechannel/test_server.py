@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processor_time import seconds_of
 from tests.support.push.asked import asked_for
 from tests.support.sidechannel.ends import (
     ENGINE,
     INCARNATION,
-    PATIENCE_S,
     READING,
     REF,
     A,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+from tests.faults.instances import Instance
 from tests.faults.plan import FORGED, FORGED_NAMES, MESSAGES, PUSH_MESSAGES, Fault
 from tests.faults.strikes import knocking
 from tests.faults.strikes.forging import forgeries, named_forgeries
@@ -21,6 +25,8 @@ from tests.faults.strikes.tampering import Counted, delayed, duplicated, lost, l
 from tests.faults.system import processes
 from tests.faults.system.network import NotPossible, left_behind
 from tests.faults.system.relay import Passing, Relay, forward
+from tests.faults.world import World
+from tests.support.ports import free_port
 from vllm_pd_connector.protocol.wire import messages
 from vllm_pd_connector.protocol.wire.fields import LeaseRef
 from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
@@ -163,3 +169,32 @@ def test_namespaces_of_killed_campaigns_are_removed_and_those_of_others_respecte
     assert left_behind(listed, lambda pid: False) == ["pd-17-p", "pd-17-d"]
     with pytest.raises(NotPossible, match="process 17"):
         left_behind(listed, lambda pid: pid == 17)
+
+
+def world_at(port: int) -> World:
+    """A world of one instance, which nobody has started here."""
+    world, somewhere = World.__new__(World), SimpleNamespace(name="p", url=f"http://127.0.0.1:{port}")
+    unstarted: Any = somewhere
+    world.prefills = world.decodes = [Instance(unstarted, unstarted)]
+    return world
+
+
+def test_a_prefix_cache_that_a_held_block_keeps_is_not_taken_for_empty() -> None:
+    told = [False, False, True]
+
+    class Held(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"success": told.pop(0)}).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Held) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        world_at(server.server_port).forget_prefixes()
+        server.shutdown()
+    assert not told
+
+
+def test_an_instance_that_has_ended_holds_no_prefixes() -> None:
+    world_at(free_port()).forget_prefixes()

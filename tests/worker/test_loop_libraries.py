@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.worker.decode_instance import PATIENCE_S, Decode, request_of, set_deadline, until
+from tests.support.patience import PATIENCE_S
+from tests.support.worker.decode_instance import Decode, request_of, set_deadline, until
 from tests.support.worker.library_processes import VARIANTS, Instance, instances
 from tests.support.worker.prefill_instance import serve
 from vllm_pd_connector.config import Config

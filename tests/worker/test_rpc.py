@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from tests.support.worker.decode_instance import PATIENCE_S
 from vllm_pd_connector.errors import Unreachable
 from vllm_pd_connector.protocol.wire.messages import GetManifests, LeaseCount
 from vllm_pd_connector.sidechannel.net.sockets import endpoint

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import PATIENCE_S, Decode, Prefill, set_faults, until
+from tests.support.patience import PATIENCE_S
+from tests.support.worker.decode_instance import Decode, Prefill, set_faults, until
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.transport import registry

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.proxy.choice import prefix_keys
-from vllm_pd_connector.proxy.legs import pinned
+from vllm_pd_connector.proxy.instance import pinned
 from vllm_pd_connector.routing.handoff import NOTHING
 
 if TYPE_CHECKING:
@@ -161,8 +161,9 @@ class Turn:
         return pinned(instance.engines, index)
 
     def ended(self, name: str, answer: object = None) -> None:
-        """The turn was answered in full: in one piece, or by a stream, in which only its name is known."""
-        if self._memory is None or self._engine is None:
+        """The turn was answered in full: in one piece, or by a stream, in which only its name is known. Of one without
+        a name nothing is kept."""
+        if self._memory is None or self._engine is None or not name:
             return
         params = by_name(self._engine, name) if answer is None else told(answer)
         if params is not None:

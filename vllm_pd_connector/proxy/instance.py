@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from vllm_pd_connector.routing.handoff import fetches_media
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from vllm_pd_connector.instance_info import EngineInfo
 
@@ -37,6 +39,8 @@ ASKED_LAST_S, FAILS = 30.0, 3
 so many answers of it in a row that say so."""
 FULL_S = 1.0
 """So long one that takes no more requests for now is asked last: in a second some of its requests have ended."""
+ENGINE_FAILED = b'"Internal server error"'
+"""vLLM's message, in JSON, where an engine's request failed. A reason that another host gave stands within others."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
 
@@ -46,6 +50,24 @@ def is_our_own(error: Exception) -> bool:
     there."""
     why = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
     return why in (errno.EMFILE, errno.ENFILE)
+
+
+def counts_against(status: int, said: bytes, body: Mapping[str, Any]) -> bool:
+    """Whether an instance that answered so, or so that the client gets it, has failed itself. A status below 500 tells
+    of the request. So does 501, vLLM's for what its model does not do. So does 500 where it gets media from elsewhere:
+    it says that when their host is away or fails (and 422 when that says 4xx). Its engine's failures it says otherwise.
+
+    Source: vLLM 0.32, `multimodal/media/connector.py` (`_wrap_media_fetch_error`), `GenerationError`.
+    """
+    if status < 500 or status == 501:
+        return False
+    return status != 500 or ENGINE_FAILED in said or not fetches_media(body)
+
+
+def pinned(engines: Collection[int], index: int) -> dict[str, str]:
+    """Headers by which an API server gives a request to one of its data-parallel engines. It counts those that it has,
+    from 0; with hybrid load balancing others come before them."""
+    return {DATA_PARALLEL_RANK: str(sorted(engines).index(index))} if len(engines) > 1 else {}
 
 
 class InstanceRole(StrEnum):

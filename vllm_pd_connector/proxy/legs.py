@@ -52,17 +52,17 @@ import aiohttp
 
 from vllm_pd_connector.proxy.instance import (
     ASKED_LAST_S,
-    DATA_PARALLEL_RANK,
     FAILS,
     Instance,
     InstanceRole,
     Wait,
+    counts_against,
     is_our_own,
 )
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
     from types import SimpleNamespace
 
     from vllm_pd_connector.proxy.choice import PromptPrefix
@@ -93,6 +93,8 @@ Prepare = Callable[[Instance], tuple[Body, Headers]]
 
 class LegError(Exception):
     """A leg that gave no usable answer; what the client is told."""
+
+    content = b""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -159,6 +161,7 @@ class Sent(Protocol):
     """A client's request, as far as its legs need it; `prefilled_at` is the URL of who got its first leg, `told`: an
     event within its stream has said that it failed."""
 
+    body: Body
     prefix: PromptPrefix
     trace: Untraced
     prefilled_at: str
@@ -252,7 +255,7 @@ class Legs:
                 error.elsewhere = any(not other.answers.asked_last(role, now) for other in self._fleet.usable(role))
                 raise
             except (LegError, InstanceRefusal) as error:
-                self._note_failure(role, instance, request, error.status)
+                self._note_failure(role, instance, request, error.status, error.content)
                 raise
             except aiohttp.ClientError as error:
                 self._fleet.suspect()
@@ -297,10 +300,10 @@ class Legs:
             found.answers.chosen(role, now)
         return found
 
-    def _note_failure(self, role: InstanceRole, instance: Instance, request: Sent, status: int) -> None:
-        """An instance has failed with this status, or so that the client gets it. 501 is vLLM's for what its model does
-        not do, and tells of the request as those below 500 do."""
-        if status < 500 or status == 501:
+    def _note_failure(
+        self, role: InstanceRole, instance: Instance, request: Sent, status: int, said: bytes = b""
+    ) -> None:
+        if not counts_against(status, said, request.body):
             return
         if instance.answers.failed(role, now := time.monotonic()):
             logger.warning("%s instance %s has failed %d times in a row: asked last until it answers", role,
@@ -348,12 +351,6 @@ def require_here(role: InstanceRole, instance: Instance, response: aiohttp.Clien
             f"{role} instance {instance.url} answered {response.status}, which sends its clients elsewhere, to "
             f"{place!r:.200}; give the router the URL at which requests are served",
         )
-
-
-def pinned(engines: Collection[int], index: int) -> Headers:
-    """Headers by which an API server gives a request to one of its data-parallel engines. It counts those that it has,
-    from 0; with hybrid load balancing others come before them."""
-    return {DATA_PARALLEL_RANK: str(sorted(engines).index(index))} if len(engines) > 1 else {}
 
 
 def encoded_body(body: Body) -> bytes:

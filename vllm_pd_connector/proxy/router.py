@@ -48,7 +48,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
-from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait, is_our_own
+from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait, is_our_own, pinned
 from vllm_pd_connector.proxy.legs import (
     Headers,
     InstanceRefusal,
@@ -56,14 +56,13 @@ from vllm_pd_connector.proxy.legs import (
     Legs,
     SentAgain,
     make_session,
-    pinned,
     require_good,
     require_here,
     unreachable,
 )
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
-from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
+from vllm_pd_connector.routing.handoff import Body, computes_prompt, decode_body, decode_body_beside, prefill_body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -188,13 +187,18 @@ class Router:
             return await self._by_both(exchange)
 
     async def _by_both(self, exchange: Exchange) -> web.StreamResponse:
+        """Once more by other instances where one that is ending has aborted a leg, one is full, or a prefill has handed
+        nothing over: the client has had nothing of it."""
         if not self.fleet.usable(InstanceRole.DECODE):  # nothing is computed for nobody, and held for its lease
             raise unreachable(self.fleet, InstanceRole.DECODE)
-        if not self._concurrent():
-            return await self._serial_again(exchange)
-        answer, prefill = await self._side_by_side(exchange)
-        self._let_end(prefill, exchange.request_id)
-        return answer
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._once(exchange)
+            except SentAgain as error:
+                if exchange.answer is not None or not error.elsewhere:
+                    raise
+                logger.info("request %s: sent again: %s", exchange.request_id, error)
+        return await self._once(exchange)
 
     def _concurrent(self) -> bool:
         if self._options.handoff != "auto":
@@ -205,17 +209,15 @@ class Router:
             return False
         return all(i.engines and all(e.handoff == "concurrent" for e in i.engines.values()) for i in prefills)
 
-    async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
-        """Once more by other instances where one that is ending has aborted a leg, one is full, or a prefill has handed
-        nothing over: the client has had nothing of it. Where both legs are sent at once it is told."""
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return await self._serial(exchange)
-            except SentAgain as error:
-                if exchange.answer is not None or not error.elsewhere:
-                    raise
-                logger.info("request %s: sent again: %s", exchange.request_id, error)
-        return await self._serial(exchange)
+    async def _once(self, exchange: Exchange) -> web.StreamResponse:
+        """One attempt. Two have nothing in common, also where both legs go at once: each has a name of its own."""
+        if computes_prompt(exchange.body):
+            return await self._decode(exchange, exchange.body, "")
+        if not self._concurrent():
+            return await self._serial(exchange)
+        answer, prefill = await self._side_by_side(exchange)
+        self._let_end(prefill, exchange.request_id)
+        return answer
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         def prepare(instance: Instance) -> tuple[Body, Headers]:
@@ -301,7 +303,8 @@ class Router:
             return answer
 
     async def _decode(self, exchange: Exchange, body: Body, name: str, *, held: bool = False) -> web.StreamResponse:
-        """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered."""
+        """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered.
+        Without parameters in `body` nothing was prefilled."""
 
         def prepare(instance: Instance) -> tuple[Body, Headers]:
             return body, {**exchange.headers, **exchange.turn.sent_to(instance)}
@@ -317,7 +320,8 @@ class Router:
                 exchange.turn.ended(name, answer)
                 return passed_on(200, for_client(content, answer, who), response.headers, exchange.request_id)
         except (LegError, InstanceRefusal, asyncio.CancelledError) as error:
-            if exchange.answer is None and (held or not isinstance(error, asyncio.CancelledError)):  # the client leaves
+            begun = held or not isinstance(error, asyncio.CancelledError)  # else the client leaves
+            if exchange.answer is None and begun and body.get("kv_transfer_params") is not None:
                 self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
             raise
 

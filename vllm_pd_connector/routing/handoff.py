@@ -109,6 +109,26 @@ def check_client_body(body: object) -> Body:
     return body | {"prompt": prompt[0]} if is_list else body
 
 
+def computes_prompt(body: Mapping[str, Any]) -> bool:
+    """Whether decode computes the whole prompt whatever it could load, so that a first leg would be in vain: for its
+    log-probabilities. A chat that is echoed has them always, since `top_logprobs` is 0 where it is not set.
+
+    Source: vLLM 0.32, `to_sampling_params` of both `protocol.py`, `SamplingParams.skip_reading_prefix_cache`.
+    """
+    echoed = bool(body.get("echo")) and ("messages" in body or body.get("logprobs") is not None)
+    return echoed or body.get("prompt_logprobs") is not None
+
+
+def fetches_media(body: Mapping[str, Any]) -> bool:
+    """Whether an engine gets something from another host for this chat: `image_url` and its like that lead there."""
+    messages = body.get("messages")
+    said = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    parts = [part for content in said if isinstance(content, list) for part in content if isinstance(part, dict)]
+    named = [value for part in parts for name, value in part.items() if name.endswith("_url")]
+    urls = [value.get("url") if isinstance(value, dict) else value for value in named]
+    return any(isinstance(url, str) and url[:4].lower() == "http" for url in urls)
+
+
 def prefill_body(body: Body, transfer_id: str | None = None, turn: Mapping[str, Any] = NOTHING) -> Body:
     """The first leg: the same prompt, one token, and the cache kept. `transfer_id` names a concurrent hand-off, `turn`
     says where a decode instance holds the prompt's beginning."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from examples.launch import free_port
+from tests.support.ports import free_port
 from tests.support.servers.cluster import Cluster
 from tests.support.servers.matrix import PLAIN_ROWS, PLAINEST
 from tests.support.servers.over import over

@@ -23,8 +23,9 @@ from typing import Any
 
 import pytest
 
-from examples.launch import Server, Servers, Spec, free_port, post, router_spec, vllm_spec
+from examples.launch import Server, Servers, Spec, post, router_spec, vllm_spec
 from examples.make_models import MODELS, make
+from tests.support.ports import free_port
 from tests.support.servers.cluster import PATIENCE, Baselines, until
 from tests.support.servers.excuses import Down, legs_of, unexcused
 from tests.support.servers.load import Load

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from examples.launch import Server, free_port, router_spec, vllm_spec
+from examples.launch import Server, router_spec, vllm_spec
 from examples.make_models import MODELS, make
+from tests.support.ports import free_port
 from tests.support.servers.cluster import SHORT_LEASE_S, until
 from tests.support.servers.pairs import ROOT, Pairs
 from tests.support.servers.workload import Refused, ask, completion, prompts

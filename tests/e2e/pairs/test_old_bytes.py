@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from examples.launch import Server, Servers, free_port, vllm_spec
+from examples.launch import Server, Servers, vllm_spec
 from examples.make_models import MODELS, WINDOW, WINDOWED_HYBRID, Model, make
+from tests.support.ports import free_port
 from tests.support.servers import digests
 from tests.support.servers.agreement import disagreement
 from tests.support.servers.cluster import extras

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from examples.launch import Server, Spec, free_port, post, router_spec, vllm_spec
+from examples.launch import Server, Spec, post, router_spec, vllm_spec
 from examples.make_models import MODELS, make
 from tests.support.otlp import Collector, Span
+from tests.support.ports import free_port
 from tests.support.servers.cluster import PATIENCE, until
 from tests.support.servers.pairs import Pairs
 from tests.support.servers.workload import completion, prompts

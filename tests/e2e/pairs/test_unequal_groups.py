@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from examples.launch import Server, Servers, Spec, free_port, vllm_spec
+from examples.launch import Server, Servers, Spec, vllm_spec
 from examples.make_drafters import ONE_LAYER
 from examples.make_models import MODELS, make
+from tests.support.ports import free_port
 from tests.support.servers.cluster import until
 from tests.support.servers.matrix import DRAFTS
 from tests.support.servers.pairs import ROOT

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from examples.launch import free_port
 from tests.faults.asked import End, Outcome, Params, Struck, begin, pause, settled
 from tests.faults.instances import LEASE_S, Instance
 from tests.faults.plan import Fault
 from tests.faults.world import World
+from tests.support.ports import free_port
 from tests.support.servers.workload import Prompt
 
 FILLING, FILLING_TOKENS = 8, 1100

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import DeadlineExceeded, InvalidConfig, ProtocolError, UnauthenticatedPeer
 from vllm_pd_connector.protocol.wire import messages as m
@@ -22,7 +23,6 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.waiting import wait
 from vllm_pd_connector.wake import Wake
 
-PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "20"))
 SILENCE_S = 1.5
 """How long a client waits that must get no answer; one that gets in is answered in milliseconds."""
 

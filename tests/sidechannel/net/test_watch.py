@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 import pytest
 
 from tests.support.forked import PROCESSES
+from tests.support.patience import PATIENCE_S
 from tests.support.sidechannel.endless import attack_client, attack_server, memory_of
-from tests.support.sidechannel.ends import ENGINE, INCARNATION, PATIENCE_S, collect, wait_for
+from tests.support.sidechannel.ends import ENGINE, INCARNATION, collect, wait_for
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import LeaseRef

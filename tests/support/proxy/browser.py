@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 
 import aiohttp
 
+from tests.support.patience import PATIENCE_S
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-port=0",
 )  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "30"))
 _COMPLAINTS = {"Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Page.javascriptDialogOpening"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.scheduler.half import SchedulerHalf
@@ -35,7 +35,7 @@ WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + float(os.environ.get("PD_TEST_PATIENCE", "30"))
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
+import os
 import re
 import time
 import urllib.request
@@ -17,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.launch import CPU_FLAGS, Server, Servers, free_port, router_spec, vllm_spec
+from examples.launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
 from examples.make_models import MODELS, make
+from tests.support.ports import free_port
 from tests.support.servers import digests
 from tests.support.servers.agreement import disagreement, parting_step, rest_of
 from tests.support.servers.engine import rounds_to_bfloat16
@@ -52,6 +55,9 @@ tests wait for that."""
 
 PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
 """Seconds for the other rows: several workers per instance on few cores, which spin while they wait for each other."""
+
+KERNELS = ("ATEN_CPU_CAPABILITY", "PD_TEST_AVX2")
+"""Variables by which torch and vLLM choose their kernels; servers inherit them."""
 
 SETTLE_S = 90.0
 CACHE_FACTS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
@@ -101,8 +107,10 @@ class Baselines:
     def _key(self, family: str, asked: Sequence[Prompt]) -> str:
         weights = (make(MODELS[family]) / "model.safetensors").read_bytes()
         versions = [importlib.metadata.version(name) for name in ("vllm", "torch")]
-        facts = json.dumps([versions, MODELS[family].flags, CPU_FLAGS, OUTPUT_TOKENS, extras(family), list(asked)])
-        return hashlib.sha256(weights + facts.encode()).hexdigest()[:16]
+        environment = [dict(MODELS[family].environment), [os.environ.get(name) for name in KERNELS]]
+        started = [MODELS[family].flags, CPU_FLAGS, environment]
+        facts = json.dumps([versions, started, OUTPUT_TOKENS, extras(family), list(asked)])
+        return hashlib.sha256(weights + _plugins() + facts.encode()).hexdigest()[:16]
 
     def _run(self, family: str, asked: Sequence[Prompt]) -> list[Answer]:
         model = MODELS[family]
@@ -113,6 +121,13 @@ class Baselines:
             return [ask(plain.url, completion(family, prompt, **extras(family))) for prompt in asked]
         finally:
             self._servers.stop(plain)
+
+
+def _plugins() -> bytes:
+    """The sources of the test plugins: of some families they compute the answers."""
+    found = importlib.util.find_spec("pd_test_plugins")
+    folders = map(Path, (found and found.submodule_search_locations) or ())
+    return b"".join(path.read_bytes() for folder in folders for path in sorted(folder.glob("*.py")))
 
 
 def _steps(raw: Sequence[Mapping[str, float]]) -> tuple[Mapping[int, float], ...]:

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.launch import Server, Spec, free_port
+from examples.launch import Server, Spec
+from tests.support.ports import free_port
 from tests.support.servers.cluster import Baselines
 from tests.support.servers.excuses import Sent
 from tests.support.servers.workload import Prompt, Refused, ask, completion

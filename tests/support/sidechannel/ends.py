@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from tests.support.patience import PATIENCE_S
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -20,7 +20,6 @@ ENGINE, INCARNATION = "engine-0", "ab" * 16
 A, B = b"a" * 16, b"b" * 16
 REF = LeaseRef("req", A)
 READING = Reading("req", A, B)
-PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "20"))
 
 
 def address(server: SideChannelServer) -> str:

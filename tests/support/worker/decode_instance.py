@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.geometry.numbers import blank, write
 from tests.support.geometry.world import Side, Worker, instance, table
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config
@@ -32,7 +32,6 @@ from vllm_pd_connector.worker.transfer_loop import TransferLoop
 D_SIDE = Side(tp=1, layout="NHD")
 D_BLOCKS = (2, 6, 4)
 START = 4
-PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "30"))
 Found = TypeVar("Found")
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tests.support.worker.decode_instance import D_BLOCKS, PATIENCE_S, until
+from tests.support.patience import PATIENCE_S
+from tests.support.worker.decode_instance import D_BLOCKS, until
 from tests.support.worker.library_processes import VARIANTS, Instance, instances
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, keep, table, write
 from tests.support.worker.writer import DIGEST, SOURCE, Writer, freed

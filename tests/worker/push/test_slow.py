@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.worker.decode_instance import PATIENCE_S, set_faults, until
+from tests.support.patience import PATIENCE_S
+from tests.support.worker.decode_instance import set_faults, until
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, pushed, whole, writes
 from vllm_pd_connector.config import Config

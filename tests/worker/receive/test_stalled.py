@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.worker.decode_instance import (
     D_BLOCKS,
     D_SIDE,
-    PATIENCE_S,
     Decode,
     PatientInTheEnd,
     in_its_thread,
