@@ -10,7 +10,7 @@ from vllm.exceptions import GracefulHTTPError, MaxQueuedTokensError, QueueOverfl
 from vllm.v1.engine.core import EngineCoreProc
 
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
-from vllm_pd_connector.proxy.legs import Full, InstanceRefusal, Paused, refusal_kind
+from vllm_pd_connector.proxy.instance import Full, InstanceRefusal, Paused, refusal_kind
 
 
 @pytest.mark.parametrize("kind", [QueueOverflowError, MaxQueuedTokensError])

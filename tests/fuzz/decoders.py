@@ -55,9 +55,10 @@ from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.proxy.exchange import check_event, check_finished, parsed_json, read_body
+from vllm_pd_connector.proxy.instance import InstanceRefusal, LegError
 from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks
 from vllm_pd_connector.proxy.kv_events.known_prefixes import Announcements
-from vllm_pd_connector.proxy.legs import InstanceRefusal, LegError, encoded_body
+from vllm_pd_connector.proxy.legs import encoded_body
 from vllm_pd_connector.routing.handoff import decode_body, prefill_body
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal

@@ -1,6 +1,7 @@
 """Block ids and token ranges: what is moved, what is merged, and what is refused before a byte moves."""
 
 import tracemalloc
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, wind
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, GroupKind
 from vllm_pd_connector.geometry.plan import Edge, make_plan
-from vllm_pd_connector.geometry.spans import runs_of
+from vllm_pd_connector.geometry.spans import Slices, runs_of
 from vllm_pd_connector.geometry.staging.chunks import split
 from vllm_pd_connector.geometry.validate import validate
 
@@ -63,6 +64,18 @@ def test_more_runs_than_any_transfer_has_time_for_are_refused(monkeypatch: pytes
     monkeypatch.setattr("vllm_pd_connector.geometry.spans.MAX_RUNS", 9)
     with pytest.raises(BindError, match="source group 0 to destination group 0: 10 runs for one request, at most 9"):
         bind(scattered, *ids, 0, 40)
+
+
+def test_the_runs_of_all_pairings_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may cut the pages of each tensor in another way: 80 of them would be 80 times as many."""
+    scattered = edge(ONE, {"num_blocks": 11}, {"num_blocks": 11})
+    ids = [table(*range(10, 0, -1))], [table(*range(1, 11))]
+    paired = pair(scattered, *ids, 0, 40)
+    monkeypatch.setattr("vllm_pd_connector.geometry.spans.MAX_RUNS", 19)
+    with pytest.raises(BindError, match="20 runs for one request, at most 19"):
+        Slices.of(paired * 2)
+    with pytest.raises(BindError, match="20 runs for one request, at most 19"):
+        pair(replace(scattered, pairings=scattered.pairings * 2), *ids, 0, 40)
 
 
 @pytest.mark.parametrize("writes", [False, True])

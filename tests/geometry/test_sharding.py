@@ -71,6 +71,30 @@ def test_many_pieces_are_compared_with_their_neighbours_only(divided: int, monke
         require_one_writer("t", tuple(whole), [*pieces, twice])
 
 
+def test_heads_that_are_cut_otherwise_for_each_share_of_the_tokens_are_compared_within_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of a thousand pieces overlaps nearly all others along the heads, and none of them in its share."""
+    shares = 500
+    whole = Interval(0, shares + 1), Interval(0, shares)
+    pieces = [
+        (part, Interval(i, i + 1)) for i in range(shares) for part in (Interval(0, i + 1), Interval(i + 1, shares + 1))
+    ]
+    compared = 0
+
+    def counting(a: Box, b: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return intersect(a, b)
+
+    monkeypatch.setattr(sharding, "intersect", counting)
+    require_one_writer("t", whole, pieces)
+    assert compared <= len(pieces)
+    pieces[100] = Interval(0, 52), Interval(50, 51)
+    with pytest.raises(IncompatiblePeer, match=r"multiple writers for \[51, 52\) x \[50, 51\)"):
+        require_one_writer("t", whole, pieces)
+
+
 @pytest.mark.parametrize(
     ("pieces", "text"),
     [

@@ -14,8 +14,7 @@ from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, FINISHED, HANDS_OVER, Handler, answers, info, stall, streams
 from vllm_pd_connector.proxy.choice import PromptPrefix
 from vllm_pd_connector.proxy.exchange import end
-from vllm_pd_connector.proxy.instance import InstanceRole
-from vllm_pd_connector.proxy.legs import LegError
+from vllm_pd_connector.proxy.instance import InstanceRole, LegError
 
 
 @over_bench

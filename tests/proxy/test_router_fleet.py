@@ -18,8 +18,8 @@ from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, answers, info
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.choice import PromptPrefix
-from vllm_pd_connector.proxy.instance import InstanceRole
-from vllm_pd_connector.proxy.legs import GONE_S, LegError, Limits, encoded_body, make_session
+from vllm_pd_connector.proxy.instance import InstanceRole, LegError
+from vllm_pd_connector.proxy.legs import GONE_S, Limits, encoded_body, make_session
 from vllm_pd_connector.proxy.serve import admin_application
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import logging
 import os
 import signal
 import socket
@@ -19,8 +20,8 @@ from aiohttp import web
 
 from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import LIMIT
-from vllm_pd_connector.proxy import legs
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, Handler, streams
+from vllm_pd_connector.proxy import exchange, instance, legs, router
 from vllm_pd_connector.proxy.instance import InstanceState
 
 MIB = 1 << 20
@@ -107,3 +108,77 @@ async def test_while_an_answer_streams_its_request_is_kept_once(bench: Bench) ->
     finally:
         tracemalloc.stop()
     assert len(large) == 1, [str(trace) for trace in large]
+
+
+def endless(status: int = 200, *, told: int | None = None) -> tuple[Handler, list[int]]:
+    """An instance that answers for as long as it is listened to, at most 64 MiB, and how many bytes it got rid of."""
+    sent = [0]
+
+    async def handler(_request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+        response.content_length = told
+        await response.prepare(_request)
+        for _ in range(1 << 10):
+            await response.write(b" " * (64 << 10))
+            sent[0] += 64 << 10
+        return response
+
+    return handler, sent
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "told"),
+    [("prefill", 200, None), ("prefill", 200, 64 * MIB), ("prefill", 500, None), ("decode", 200, None)],
+)
+def test_an_answer_without_end_is_an_error_that_says_whose(
+    role: str, status: int, told: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_PREFILL_BYTES", "MAX_ANSWER_BYTES"):
+        monkeypatch.setattr(router, name, MIB)
+    handler, sent = endless(status, told=told)
+
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        first, second = await bench.pair(**{"prefill": HANDS_OVER, "decode": DONE, role: handler})
+        status_, answer, _ = await bench.ask()
+        url = (first if role == "prefill" else second).url
+        assert status_ == 502
+        said = answer["error"]["message"]
+        assert said.startswith(f"{role} instance {url} answered {status} with ") and f"at most {MIB} are read" in said
+        assert told is None or f"with {told} bytes" in said
+        if role == "decode":
+            async with asyncio.timeout(LIMIT):
+                while not second.given_back:
+                    await asyncio.sleep(0.01)
+
+    ask()
+    assert sent[0] < 32 * MIB, "it was read to its end"
+
+
+@over_bench
+async def test_an_event_without_end_is_an_error_that_says_whose(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MAX_ANSWER_BYTES", MIB)
+    _, second = await bench.pair(decode=streams(b"data: ", *[b"x" * (64 << 10)] * 64))
+    status, answer, _ = await bench.ask({"prompt": [1], "stream": True})
+    said = answer["error"]["message"]
+    assert status == 502 and said.startswith(f"decode instance {second.url} answered 200") and f"most {MIB} are" in said
+
+
+@over_bench
+async def test_models_and_what_is_given_back_are_read_within_limits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance, "MAX_REFUSAL_BYTES", MIB)
+    monkeypatch.setattr(legs, "MAX_REFUSAL_BYTES", MIB)
+    monkeypatch.setattr(router, "MAX_PREFILL_BYTES", 4)
+    handler, sent = endless(400)
+    _, second = await bench.pair(decode=DONE)
+    status, said = await bench.get("/v1/models")
+    assert status == 503 and f"{second.url}/v1/models answered 200 with" in said
+    second.to_what_is_given_back = handler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(legs.__name__), "warning", lambda *words: given.set_result(words))
+        given: asyncio.Future[tuple[object, ...]] = asyncio.get_running_loop().create_future()
+        await bench.router._legs.give_back("r", {}, {"kv_transfer_params": {}})
+        assert "at most" in str(given.result())
+    assert sent[0] < 32 * MIB

@@ -24,7 +24,8 @@ from tests.support.transport.line_proxy import Proxy
 from vllm_pd_connector.errors import ProtocolError, TransferError
 from vllm_pd_connector.transport import liveness
 from vllm_pd_connector.transport.greeting import answered, framed
-from vllm_pd_connector.transport.liveness import SAYS, LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import SAYS, LivenessHub
+from vllm_pd_connector.transport.liveness_link import LivenessLink, LivenessState
 
 HOST = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""A defect that one line meets ends that line, and no other of the worker's."""
+"""A defect that one line meets ends that line, and no other of the worker's; nor does who dials too often."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.transport.ends import until
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.transport.liveness import IncomingLink, LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import IncomingLink, LivenessHub
+from vllm_pd_connector.transport.liveness_link import LivenessLink, LivenessState
 
 HERE = "127.0.0.1"
 
@@ -104,3 +105,22 @@ def test_a_pause_that_the_kernel_has_no_room_to_end_goes_on_and_ends_nobody(hubs
     monkeypatch.setattr(there._selector, "register", once)
     is_open(here.dial(HERE, there.port, "b", 10.0))
     assert refused and first.state is LivenessState.OPEN
+
+
+def test_who_dials_where_many_are_connected_waits_and_nobody_is_hung_up_on_for_it(hubs, monkeypatch, caplog):
+    """Who has greeted would take it for the end of this process."""
+    monkeypatch.setattr("vllm_pd_connector.transport.liveness.MAX_DIALLERS", 3)
+    monkeypatch.setattr("vllm_pd_connector.transport.liveness.PAUSE_S", 0.1)
+    here, there = hubs
+    links = [here.dial(HERE, there.port, "b", 60.0) for _ in range(3)]
+    for link in links:
+        is_open(link)
+    with socket.create_connection((HERE, there.port)) as waiting:  # the kernel takes it
+        waiting.sendall(b"\x00\x00\x00\x01b")
+        until(lambda: "3 are connected, at most 3 may be" in caplog.text, "the limit")
+        assert len(there._arriving) == 3
+        assert all(link.state is LivenessState.OPEN for link in links)
+        links.pop().hang_up()
+        waiting.settimeout(30)
+        assert waiting.recv(100) == b"\x00\x00\x00\x01b"
+        assert all(link.state is LivenessState.OPEN for link in links)

@@ -34,7 +34,7 @@ from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTables
 from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
-from vllm_pd_connector.geometry.spans import Spans
+from vllm_pd_connector.geometry.spans import Spans, require_movable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -156,7 +156,7 @@ def pairing(
 
     Raises:
         BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
-            that would stay partly unfilled, or a range that a tensor cannot follow.
+            that would stay partly unfilled, a range that a tensor cannot follow, or more spans than runs can be moved.
     """
     if not 0 <= start <= stop:
         raise BindError(f"token range [{start}, {stop}) is not a range; start must lie between 0 and stop")
@@ -170,7 +170,7 @@ def pairing(
         for group in used:
             _check_ids(f"{side} group {group}", tables[group], groups[group], unique=side == "destination")
             yield
-    paired = []
+    paired, runs = [], 0
     known: dict[object, Spans] = {}
     for some in moving:
         theirs, ours = source[some.source.group], destination[some.destination.group]
@@ -184,6 +184,8 @@ def pairing(
                 needed = window_start(edge.destination_groups[some.destination.group], stop) if late else 0
                 cached = known[key] = yield from _token_spans(some, theirs, ours, start, stop_, needed)
             found = cached
+        runs += len(found.tokens)  # of each at least one; a peer may cut the pages of each tensor in another way
+        require_movable(some, runs)
         paired.append((some, found))
     return paired
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -130,13 +131,35 @@ def describe(box: Box) -> str:
 def require_one_writer(name: str, destination: Box, pieces: Sequence[Box]) -> None:
     """Prove that `pieces`, parts of `destination`, cover every element of it exactly once.
 
-    Disjoint parts of a box fill it if and only if their volumes add up to its volume. They are compared in the order of
-    the axis that they divide, where each only meets its neighbours.
+    Disjoint parts of a box fill it if and only if their volumes add up to its volume. Along some axes all intervals are
+    equal or apart, as shares of tokens are: only pieces that have these in common are compared (`_require_disjoint`).
+    Else ranks whose heads are cut in another way for each share would all be compared with each other.
 
     Raises:
         IncompatiblePeer: an element has no source writer, or multiple writers; names the tensor and the interval.
     """
-    axis = max(range(len(destination)), key=lambda i: len({piece[i] for piece in pieces}), default=0)
+    apart = [i for i in range(len(destination)) if _lie_apart({piece[i] for piece in pieces})]
+    beside: dict[Box, list[Box]] = {}
+    for piece in pieces:
+        beside.setdefault(tuple(piece[i] for i in apart), []).append(piece)
+    for some in beside.values():
+        _require_disjoint(name, some)
+    if sum(map(volume, pieces)) != volume(destination):
+        held = ", ".join(map(describe, sorted(pieces))) or "nothing"
+        raise IncompatiblePeer(
+            f"{name}: no source writer for a part of {describe(destination)}; the peer's ranks hold {held} — "
+            "all ranks of the peer must be present and serve the same model"
+        )
+
+
+def _lie_apart(intervals: Iterable[Interval]) -> bool:
+    ordered = sorted(intervals)
+    return all(one.stop <= other.start for one, other in pairwise(ordered))
+
+
+def _require_disjoint(name: str, pieces: Sequence[Box]) -> None:
+    """They are compared in the order of the axis that they divide, where each only meets its neighbours."""
+    axis = max(range(len(pieces[0])), key=lambda i: len({piece[i] for piece in pieces}), default=0)
     along = slice(axis, axis + 1)  # a box may have no axis at all
     ordered = sorted(pieces, key=lambda piece: (piece[along], piece))
     for i, piece in enumerate(ordered):
@@ -148,9 +171,3 @@ def require_one_writer(name: str, destination: Box, pieces: Sequence[Box]) -> No
                     f"{name}: multiple writers for {describe(common)} — the peer's ranks declare overlapping shards; "
                     "start every rank of it with the same parallel sizes"
                 )
-    if sum(map(volume, ordered)) != volume(destination):
-        held = ", ".join(map(describe, ordered)) or "nothing"
-        raise IncompatiblePeer(
-            f"{name}: no source writer for a part of {describe(destination)}; the peer's ranks hold {held} — "
-            "all ranks of the peer must be present and serve the same model"
-        )

@@ -95,7 +95,10 @@ class Slices:
     @classmethod
     def of(cls, paired: Iterable[tuple[PagePairing, Spans]]) -> Slices:
         some = tuple((pairing, spans) for pairing, spans in paired if len(spans.tokens))
-        most = sum(_most_runs(pairing, _fullest(pairing, spans), len(spans.tokens)) for pairing, spans in some)
+        most = 0
+        for pairing, spans in some:
+            most += _most_runs(pairing, _fullest(pairing, spans), len(spans.tokens))
+            require_movable(pairing, most)
         return cls(some, single=0 < most <= SLICE_RUNS // 2)
 
     def __bool__(self) -> bool:
@@ -138,17 +141,23 @@ def _fullest(pairing: PagePairing, spans: Spans) -> tuple[int, int, int]:
 
 
 def _most_runs(pairing: PagePairing, kind: tuple[int, int, int], spans: int) -> int:
-    """About how many runs come of these spans at most. Refuses more than can be moved, before any list is made."""
-    runs = row_count(pairing, kind[2])
-    if runs <= MAX_RUNS:
-        runs = len(pattern(pairing, *kind)) * spans
+    """About how many runs come of these spans at most; no list is made of more than can be moved."""
+    rows = row_count(pairing, kind[2])
+    return rows if rows > MAX_RUNS else len(pattern(pairing, *kind)) * spans
+
+
+def require_movable(pairing: PagePairing, runs: int) -> None:
+    """Refuse more runs than can be moved, of a request's pairings up to this one.
+
+    Raises:
+        BindError: they are more.
+    """
     if runs > MAX_RUNS:
         raise BindError(
             f"source group {pairing.source.group} to destination group {pairing.destination.group}: "
             f"{runs} runs for one request, at most {MAX_RUNS} can be moved; start both sides with the same layout and "
             "block size, or with staging_bytes in which they are converted"
         )
-    return runs
 
 
 def _portions(pairing: PagePairing, spans: Spans) -> Iterator[Spans]:

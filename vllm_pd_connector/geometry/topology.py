@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import product
+from itertools import chain, islice, product
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Pieces, at_once
@@ -40,6 +40,10 @@ from vllm_pd_connector.geometry.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+MAX_UNLIKE = 8
+"""A tensor is compared until so many forms of it at the peer differ: a peer may claim one for each rank."""
 
 
 class TopologyStatus(StrEnum):
@@ -79,7 +83,8 @@ def checking(
 ) -> Pieces[TopologyCheck]:
     """Compare this worker (one manifest) or this instance (all of them) with a whole remote instance.
 
-    Never raises for what a manifest contains. All differences are collected, not only the first.
+    Never raises for what a manifest contains. All differences are collected, not only the first: of each tensor with
+    MAX_UNLIKE forms of it.
     """
     ours = (local,) if isinstance(local, Manifest) else tuple(local)
     versions = sorted({m.version for m in remote} - {m.version for m in ours})
@@ -145,11 +150,15 @@ def _checking_instance(manifests: Sequence[Manifest], proven: set[object]) -> Pi
                 f"{problem}: {present[rank]} manifests for {describe_rank(rank)}, expected 1 "
                 f"(sizes pp {parallel.pp_size}, pcp {parallel.pcp_size}, tp {parallel.tp_size})"
             )
-    _check_tiling(manifests)
+    yield
+    yield from _checking_tiling(manifests)
 
 
 def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
-    told = [m.configuration for m in manifests]
+    files: dict[str, list[str]] = {}
+    for manifest in manifests:
+        for name, digest in manifest.configuration.items():
+            files.setdefault(f"configuration {name}", []).append(digest)
     return {
         "engine_id": [m.engine_id for m in manifests],
         "transport": [m.transport for m in manifests],
@@ -160,10 +169,7 @@ def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         },
         **{name: [str(getattr(m.model, name)) for m in manifests] for name in ModelFacts.__struct_fields__},
         # Nodes of one instance that each read their own files; where one lacks them nothing is known.
-        **{
-            f"configuration {name}": [one[name] for one in told if name in one]
-            for name in {name for one in told for name in one}
-        },
+        **files,
         # One scheduler gives all ranks the same block ids, by which each then finds its own pages.
         "groups": [
             ", ".join(
@@ -180,7 +186,7 @@ def _describe_shares(share: TokenShare) -> str:
     return f"tokens over {share.size} ranks by {share.interleave}" if share.size > 1 else "all tokens"
 
 
-def _check_tiling(manifests: Sequence[Manifest]) -> None:
+def _checking_tiling(manifests: Sequence[Manifest]) -> Pieces[None]:
     holders: dict[tuple[str, str], list[tuple[tuple[Axis, ...], TokenShare]]] = {}
     stages: dict[str, int] = {}
     for manifest in manifests:
@@ -207,6 +213,7 @@ def _check_tiling(manifests: Sequence[Manifest]) -> None:
         boxes = {(*box_of(axes), *share_box(share)) for axes, share in distinct}
         require_one_writer(f"{layer} {role}", whole, sorted(boxes))
         proven.add(distinct)
+        yield
 
 
 _SAME_REVISION = "serve the same model and --revision on both sides"
@@ -295,39 +302,41 @@ def _several(names: Sequence[str]) -> str:
 
 
 def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
-    theirs: dict[tuple[str, str], dict[tuple[object, ...], tuple[Tensor, Group]]] = {}
+    theirs: dict[tuple[str, str], dict[object, dict[object, tuple[Tensor, Group]]]] = {}
     for manifest in remote:
         for tensor in manifest.tensors:
-            group = manifest.groups[tensor.group]
-            read = tensor.as_written(local)
-            theirs.setdefault((tensor.layer, tensor.role), {})[_meaning(read, group)] = read, group
+            read, group = tensor.as_written(local), manifest.groups[tensor.group]
+            forms = theirs.setdefault((tensor.layer, tensor.role), {})
+            forms.setdefault(_page(read, group), {})[_meaning(read, group)] = read, group
     found: dict[Difference, list[str]] = {}
     alone = drafted_alone(local, remote)
     for manifest in local:
         for tensor in (t for t in manifest.tensors if t.layer not in alone):
-            group = manifest.groups[tensor.group]
-            peers = theirs.get((tensor.layer, tensor.role), {})
-            if tensor.opaque:
-                mine = box_of(tensor.axes), group.share
-                same = {k: v for k, v in peers.items() if (box_of(v[0].axes), v[1].share) == mine}
-                peers = same or peers
-            for peer, peer_group in peers.values():
-                for difference in pair_differences(tensor.as_written(remote), group, peer, peer_group):
-                    names = found.setdefault(difference, [])
-                    if (name := f"{tensor.layer} {tensor.role}") not in names[-1:]:
-                        names.append(name)
+            read, group = tensor.as_written(remote), manifest.groups[tensor.group]
+            forms = theirs.get((tensor.layer, tensor.role), {})
+            page = forms.get(_page(tensor, group)) if tensor.opaque else None
+            peers = chain.from_iterable(form.values() for form in ([page] if page else forms.values()))
+            unlike = (some for peer in peers if (some := pair_differences(read, group, *peer)))
+            for difference in chain.from_iterable(islice(unlike, MAX_UNLIKE)):
+                names = found.setdefault(difference, [])
+                if (name := f"{tensor.layer} {tensor.role}") not in names[-1:]:
+                    names.append(name)
     return [
         Difference(f"{d.field} of {_several(list(dict.fromkeys(names)))}", d.local, d.remote, d.advice)
         for d, names in found.items()
     ]
 
 
+def _page(tensor: Tensor, group: Group) -> tuple[object, ...]:
+    """Which part of an opaque tensor this is, which only moves whole."""
+    return (box_of(tensor.axes), group.share) if tensor.opaque else ()
+
+
 def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
-    """What `pair_differences` looks at; ranks that share it need only one comparison."""
-    box = (box_of(tensor.axes), group.share) if tensor.opaque else ()
+    """What `pair_differences` looks at, of tensors of one `_page`; ranks that share it need only one comparison."""
     pages = tensor.page_tokens if tensor.opaque else bool(tensor.page_tokens)
     extents = extents_of(tensor.axes)
-    return tensor.dtype, tensor.itemsize, tensor.opaque, pages, extents, box, group.kind, group.window
+    return tensor.dtype, tensor.itemsize, tensor.opaque, pages, extents, group.kind, group.window
 
 
 _SAME_DTYPES = (

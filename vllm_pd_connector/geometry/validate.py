@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS = 4096
 MAX_GROUPS = 256
-MAX_TENSORS = 16384
+MAX_TENSORS = 4096  # of one rank; they are looked at in one piece of the transfer thread's work
 MAX_AXES = 4
 MAX_RANKS = 1024
 MAX_TEXT = 4096

@@ -22,11 +22,19 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, NothingHandedOver, refusal_kind
+from vllm_pd_connector.proxy.instance import (
+    MAX_ANSWER_BYTES,
+    Aborted,
+    LegError,
+    NothingHandedOver,
+    refusal_kind,
+    require_short,
+)
 from vllm_pd_connector.routing.handoff import Body, check_client_body, decode_body
 
 if TYPE_CHECKING:
     from vllm_pd_connector.proxy.instance import InstanceRole
+    from vllm_pd_connector.proxy.legs import Headers
     from vllm_pd_connector.proxy.tracing import Untraced
 
 logger = logging.getLogger(__name__)
@@ -197,11 +205,14 @@ def is_end(event: bytes | bytearray) -> bool:
     return event.strip().removeprefix(b"data:").strip() == b"[DONE]"
 
 
-async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def whole_events(chunks: AsyncIterator[bytes], who: str = "an instance") -> AsyncIterator[bytes]:
     """The events of a stream, however it was cut into reads; each with the blank line that ends it.
 
     What follows the last blank line of a stream that came to its end is one if it says so, and else half of one. How
     the connection ends behind the last event is of no interest: the answer is there.
+
+    Raises:
+        LegError: an event of more than MAX_ANSWER_BYTES.
     """
     rest, looked_at, ended = bytearray(), 0, False
     while True:
@@ -222,6 +233,7 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             begin = end.end()
         del rest[:begin]
         looked_at = len(rest)
+        require_short(who, 200, looked_at, MAX_ANSWER_BYTES)
     if is_end(rest):
         yield bytes(rest)
 

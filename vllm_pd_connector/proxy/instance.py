@@ -8,6 +8,9 @@ An instance that was removed stays until its requests have ended, and one that i
     DOWN       no          UP after a good check; it is then asked anew what it is, for it may be another process
     WRONG      no          UP when a later check finds that it says what it should
     LEAVING    no          gone when its last request has ended
+
+Nothing that it answers takes the router's memory: what is longer than an honest answer can be is 502, and a failure of
+that instance.
 """
 
 from __future__ import annotations
@@ -43,6 +46,13 @@ ENGINE_FAILED = b'"Internal server error"'
 """vLLM's message, in JSON, where an engine's request failed. A reason that another host gave stands within others."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
+MAX_PREFILL_BYTES = 64 << 20
+"""Of a prefill instance's answer: one token, and the ids of a prompt's blocks."""
+MAX_ANSWER_BYTES = 256 << 20
+"""Of a decode instance's answer in one piece, and of an event of its stream. An echoed prompt of 128 Ki tokens with 20
+log-probabilities each takes about 200 MB."""
+MAX_REFUSAL_BYTES = 1 << 20
+"""Of an answer with another status than 200."""
 
 
 def is_our_own(error: Exception) -> bool:
@@ -282,3 +292,83 @@ def unlike_modes(instances: Iterable[Instance]) -> str:
         f"mode: pull on prefill instance {prefill.url}, push on decode instance {decode.url}: requests that go to both "
         "fail; set mode push or auto on the first, or pull on the second"
     )
+
+
+class LegError(Exception):
+    """A leg that gave no usable answer; what the client is told."""
+
+    content = b""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class SentAgain(Exception):
+    """A leg that may go well elsewhere, with all that came before it. `elsewhere`: whether there is another instance
+    for it, of which the same is not known."""
+
+    elsewhere = False
+
+
+class Aborted(SentAgain, LegError):
+    """The instance aborted the request, which nobody else did: it is ending, or its operator pauses it."""
+
+
+class InstanceRefusal(Exception):
+    """An instance answered with another status than 200; the client gets what it said. Of `headers` its type counts."""
+
+    def __init__(self, who: str, status: int, content: bytes, headers: Mapping[str, str]):
+        super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
+        self.status = status
+        self.content = content
+        self.headers = headers
+
+
+class Full(SentAgain, InstanceRefusal):
+    """The instance takes no more requests for now."""
+
+
+class Paused(Full):
+    """It takes none until its operator lets it go on."""
+
+
+class NothingHandedOver(SentAgain, LegError):
+    """A prefill instance answered well, and no cache can be had of it."""
+
+
+def refusal_kind(status: int, content: bytes) -> type[InstanceRefusal]:
+    """`Full` or `Paused` where vLLM says so; what stands before it may answer 503 for a request that has begun."""
+    words = {b"again later or on a different instance": Full, b"Generation is paused": Paused}
+    return next((kind for said, kind in words.items() if status == 503 and said in content), InstanceRefusal)
+
+
+def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> None:
+    """Raises:
+    InstanceRefusal: an answer with another status than 200.
+    """
+    if response.status != 200:
+        raise refusal_kind(response.status, content)(who, response.status, content, response.headers)
+
+
+async def read_whole(response: aiohttp.ClientResponse, who: str, most: int) -> bytes:
+    """What `who` answered, of at most so many bytes; with another status than 200 at most MAX_REFUSAL_BYTES.
+
+    Raises:
+        LegError: it is longer.
+    """
+    limit = most if response.status == 200 else min(most, MAX_REFUSAL_BYTES)
+    content, told = bytearray(), response.content_length or 0
+    require_short(who, response.status, told, limit)
+    async for chunk in response.content.iter_any():
+        content += chunk
+        require_short(who, response.status, max(len(content), told), limit)
+    return bytes(content)
+
+
+def require_short(who: str, status: int, size: int, limit: int) -> None:
+    """Raises:
+    LegError: an answer, or an event of it, of which so many bytes are known is longer than the limit.
+    """
+    if size > limit:
+        raise LegError(502, f"{who} answered {status} with {size} bytes or more in one piece, at most {limit} are read")

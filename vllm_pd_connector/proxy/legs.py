@@ -53,16 +53,24 @@ import aiohttp
 from vllm_pd_connector.proxy.instance import (
     ASKED_LAST_S,
     FAILS,
+    MAX_REFUSAL_BYTES,
+    Aborted,
+    Full,
     Instance,
+    InstanceRefusal,
     InstanceRole,
+    LegError,
+    NothingHandedOver,
+    Paused,
     Wait,
     counts_against,
     is_our_own,
+    read_whole,
+    refusal_kind,
 )
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import SimpleNamespace
 
     from vllm_pd_connector.proxy.choice import PromptPrefix
@@ -89,63 +97,6 @@ TELLS, TELL_S = 3, 2.0
 Headers = dict[str, str]
 Prepare = Callable[[Instance], tuple[Body, Headers]]
 """Body and headers for the instance that was chosen."""
-
-
-class LegError(Exception):
-    """A leg that gave no usable answer; what the client is told."""
-
-    content = b""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-class SentAgain(Exception):
-    """A leg that may go well elsewhere, with all that came before it. `elsewhere`: whether there is another instance
-    for it, of which the same is not known."""
-
-    elsewhere = False
-
-
-class Aborted(SentAgain, LegError):
-    """The instance aborted the request, which nobody else did: it is ending, or its operator pauses it."""
-
-
-class InstanceRefusal(Exception):
-    """An instance answered with another status than 200; the client gets what it said. Of `headers` its type counts."""
-
-    def __init__(self, who: str, status: int, content: bytes, headers: Mapping[str, str]):
-        super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
-        self.status = status
-        self.content = content
-        self.headers = headers
-
-
-class Full(SentAgain, InstanceRefusal):
-    """The instance takes no more requests for now."""
-
-
-class Paused(Full):
-    """It takes none until its operator lets it go on."""
-
-
-class NothingHandedOver(SentAgain, LegError):
-    """A prefill instance answered well, and no cache can be had of it."""
-
-
-def refusal_kind(status: int, content: bytes) -> type[InstanceRefusal]:
-    """`Full` or `Paused` where vLLM says so; what stands before it may answer 503 for a request that has begun."""
-    words = {b"again later or on a different instance": Full, b"Generation is paused": Paused}
-    return next((kind for said, kind in words.items() if status == 503 and said in content), InstanceRefusal)
-
-
-def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> None:
-    """Raises:
-    InstanceRefusal: an answer with another status than 200.
-    """
-    if response.status != 200:
-        raise refusal_kind(response.status, content)(who, response.status, content, response.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,12 +229,13 @@ class Legs:
                     timeout=aiohttp.ClientTimeout(TELL_S),
                     allow_redirects=False,
                 ) as response:
-                    kind = refusal_kind(response.status, await response.read())
+                    content = await read_whole(response, instance.url, MAX_REFUSAL_BYTES)
+                    kind = refusal_kind(response.status, content)
                     if response.status == 400 or issubclass(kind, Full):
                         logger.debug("request %s: %s was told that its prefill is given back", name, instance.url)
                         return
                     said = f"{instance.url} answered {response.status}"
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, TimeoutError, LegError) as error:
                 said = f"{instance.url}: {str(error) or type(error).__name__}"
         logger.warning("request %s: what was prefilled is held until its lease ends: %s", request_id, said)
 

@@ -48,18 +48,21 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
-from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait, is_our_own, pinned
-from vllm_pd_connector.proxy.legs import (
-    Headers,
+from vllm_pd_connector.proxy.instance import (
+    MAX_ANSWER_BYTES,
+    MAX_PREFILL_BYTES,
+    Instance,
     InstanceRefusal,
+    InstanceRole,
     LegError,
-    Legs,
     SentAgain,
-    make_session,
+    Wait,
+    is_our_own,
+    pinned,
+    read_whole,
     require_good,
-    require_here,
-    unreachable,
 )
+from vllm_pd_connector.proxy.legs import Headers, Legs, make_session, require_here, unreachable
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, computes_prompt, decode_body, decode_body_beside, prefill_body
@@ -294,7 +297,8 @@ class Router:
                 on_sent(instance)
 
         async with self._legs.send(InstanceRole.PREFILL, exchange, prepare, sent) as (response, _):
-            content, who = await response.read(), named(InstanceRole.PREFILL, response)
+            who = named(InstanceRole.PREFILL, response)
+            content = await read_whole(response, who, MAX_PREFILL_BYTES)
             require_good(who, response, content)
             self._observe("prefill", exchange)
             answer = whole_answer(content, who)
@@ -313,7 +317,8 @@ class Router:
             async with self._legs.send(InstanceRole.DECODE, exchange, prepare) as (response, wait):
                 if response.status == 200 and response.content_type == "text/event-stream":
                     return await self._stream(exchange, response, wait, name)
-                content, who = await response.read(), named(InstanceRole.DECODE, response)
+                who = named(InstanceRole.DECODE, response)
+                content = await read_whole(response, who, MAX_ANSWER_BYTES)
                 self._observe("first_byte", exchange)
                 require_good(who, response, content)
                 answer = whole_answer(content, who)
@@ -331,7 +336,7 @@ class Router:
         """Pass events on as they come."""
         answer = stream_for_client(response.headers, exchange.request_id)
         passage, silence = Passage(named(InstanceRole.DECODE, response)), self._options.limits.read_timeout
-        async for event in whole_events(response.content.iter_any()):
+        async for event in whole_events(response.content.iter_any(), passage.who):
             if not event.startswith(b":"):  # a comment comes whether the engine lives or not
                 wait.heard()
             passed = passage.take(event)
@@ -372,7 +377,8 @@ class Router:
                 asked = self._session.get(where, headers=credentials(request), timeout=limit, allow_redirects=False)
                 async with asked as response:
                     require_here(InstanceRole.DECODE, instance, response)
-                    return passed_on(response.status, await response.read(), response.headers)
+                    content = await read_whole(response, where, MAX_PREFILL_BYTES)
+                    return passed_on(response.status, content, response.headers)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if is_our_own(error):
                     return refuse("-", 503, f"the router has no connection left to give: {error}; see ulimit -n")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import PushInto
@@ -100,7 +101,7 @@ class SideChannelClient:
         self._watch = Watch(self._context, self._lost)
         self._links: dict[str, _Link] = {}
         self._tokens = itertools.count(1)
-        self._departed: list[str] = []
+        self._departed: Bounded[str, None] = Bounded(MAX_SERVERS)  # by endpoint; some owners never take them
         self._due: list[tuple[int, Outcome]] = []  # for the next `receive`
 
     def send(self, endpoint: str, request: m.Request, timeout_s: float) -> int:
@@ -152,8 +153,9 @@ class SideChannelClient:
         return outcomes
 
     def take_departed(self) -> list[str]:
-        """Endpoints whose server has said, since the last call, that it ends."""
-        departed, self._departed = self._departed, []
+        """Endpoints whose server has said, since the last call, that it ends: each once, the latest MAX_SERVERS."""
+        departed = list(self._departed)
+        self._departed.clear()
         return departed
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -270,7 +272,7 @@ class SideChannelClient:
         link.answered = True
         if seq == 0 and isinstance(reply, m.Failure):
             if reply.code is m.FailureCode.LEAVING:
-                self._departed.append(link.endpoint)
+                self._departed[link.endpoint] = None
             tokens = list(link.pending)
             link.pending.clear()
             return [(token, reply) for token in tokens]

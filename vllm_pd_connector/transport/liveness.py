@@ -12,8 +12,9 @@ that begins with SAYS; the hubs of 0.1.0rc1 do not answer that. One proxy in 14,
 machine with an address of its own, to which the kernel gave the dialler's port by chance.
 
 Others may dial as well, unauthenticated. Who does not say the name within `GREETING_S` is hung up on, and the one that
-has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. When the process has no descriptor left
-for who dials next, nobody is taken for `PAUSE_S`: they wait in the kernel's queue.
+has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. When `MAX_DIALLERS` are connected, or the
+process has no descriptor left, nobody is taken for `PAUSE_S`: they wait in the kernel's queue. Who has said the name is
+never hung up on for another: to it that is the end of this process, and that nothing is written by it any more.
 
 A link is lost when the other process ends or closes (at once), or when its machine does not acknowledge for
 `silence_s` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
@@ -35,13 +36,12 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import ProtocolError, TransferError
-from vllm_pd_connector.transport.greeting import ASKS, IncomingLink, answered, framed, place_of
+from vllm_pd_connector.transport.greeting import IncomingLink
+from vllm_pd_connector.transport.liveness_link import RECEIVE_BYTES, LivenessLink, LivenessState
 from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
@@ -53,113 +53,16 @@ SAYS = "pd-line-"
 SILENCE_S = 15
 GREETING_S = 10.0
 MAX_UNAUTHENTICATED = 256
+MAX_DIALLERS = 4096  # at a time; 64 instances of 8 ranks that watch this process are 512
 PAUSE_S = 1.0
 
-# The error that the other end's kernel tells. Others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell
-# silent; a reset is what a packet filter answers, too, and a process that ends closes a link without one.
-_TOLD = (errno.ECONNREFUSED,)
 # Those of this machine, before anything was sent: no port, route or memory is left, or its own filter forbids it.
 _OURS = frozenset(
     (errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EACCES, errno.EPERM)
 )
-_RECEIVE_BYTES = 4096
 
 # A refusal of a machine nearby comes within this time; `dial` does not wait longer for one.
 _NEAR_MILLISECONDS = 3
-
-
-class LivenessState(Enum):
-    """A link is DIALLING until the hub said its name, then OPEN, then LOST; LOST is for ever."""
-
-    DIALLING = "dialling"
-    OPEN = "open"
-    LOST = "lost"
-
-
-@dataclass(eq=False, slots=True)
-class LivenessLink:
-    """The dialler's end. `state`, `reason`, `ended` and `closed_at` are read by any thread and written by the
-    hub's, or by `give_up`. `ended`: the loss was told from the other end, which is no more; else it fell silent, or
-    something in between told it, and it may be well. `closed_at`: when an open line was closed in good order from
-    there, which no packet filter does. `asks`: from where it is seen to dial; `direct` is whether that is its own end,
-    None if it did not ask."""
-
-    peer: str
-    deadline: float
-    wake: Callable[[], None]
-    socket: socket.socket
-    state: LivenessState = LivenessState.DIALLING
-    reason: str = ""
-    ended: bool = False
-    closed_at: float | None = None
-    leaving: bool = False
-    asks: bool = False
-    direct: bool | None = None
-    _unsent: bytes = field(init=False)
-    _received: bytearray = field(default_factory=bytearray)
-
-    def __post_init__(self) -> None:
-        self._unsent = framed(self.peer.encode() + ASKS * self.asks)
-
-    def hang_up(self) -> None:
-        """End the link."""
-        self.leaving = True
-        self.wake()
-
-    def give_up(self, reason: str) -> None:
-        """Take a link that is open for lost, since its peer is of no use for another reason; the hub ends it."""
-        self.lose(reason)
-        self.wake()
-
-    # The hub's thread alone calls what follows, and `dial` before that thread knows the link.
-
-    def readable(self) -> None:
-        """Take the hub's name, or see the end."""
-        try:
-            received = self.socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            happened = "cannot be reached" if self.state is LivenessState.DIALLING else "cannot be reached any more"
-            return self.lose(f"{self.peer} {happened}: {error.strerror or error}", error.errno in _TOLD)
-        if not received:
-            if self.state is LivenessState.OPEN:
-                self.closed_at = time.monotonic()
-            between = ", or a proxy in between did" if self.direct is False else ""
-            return self.lose(
-                f"{self.peer} is gone: another process listens in its place"
-                if self.state is LivenessState.DIALLING
-                else f"{self.peer} closed the connection: its process ended or its transport was closed{between}",
-                ended=not between,
-            )
-        self._received += received
-        try:
-            seen = answered(bytes(self._received), self.peer.encode(), self.asks)
-        except ProtocolError:
-            return self.lose(f"{self.peer} is gone: another process listens in its place", ended=True)
-        if seen is not None:
-            try:
-                own, there = self.socket.getsockname(), self.socket.getpeername()
-            except OSError as error:  # a reset came right behind the answer
-                return self.lose(f"{self.peer} cannot be reached any more: {error.strerror or error}")
-            if own == there:  # a port of ours where nobody listens
-                return self.lose(f"{self.peer} cannot be reached: the connection leads to this process itself")
-            self.direct = seen == place_of(own) if self.asks else None
-            self.state = LivenessState.OPEN
-
-    def writable(self) -> None:
-        """Send what is left of the greeting."""
-        if self._unsent:
-            with contextlib.suppress(OSError):  # not connected yet, no room now, or a loss that reading will tell
-                self._unsent = self._unsent[self.socket.send(self._unsent) :]
-
-    def interest(self) -> int:
-        """What the selector is to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-
-    def lose(self, reason: str, ended: bool = False) -> None:
-        if self.state is not LivenessState.LOST:
-            self.reason, self.ended, self.state = reason, ended, LivenessState.LOST
 
 
 class LivenessHub:
@@ -260,8 +163,7 @@ class LivenessHub:
         try:
             self._serve_until_closed()
         except Exception:
-            # A link that nobody looks after would be open for ever. Who dialled stays connected: for them the end of a
-            # connection is the end of this process, and that nothing is written by it any more.
+            # A link that nobody looks after would be open for ever. Who dialled stays connected, see the module.
             logger.exception("this worker's liveness links have failed: it takes its peers for lost until it restarts")
         self._end_links()
 
@@ -318,15 +220,14 @@ class LivenessHub:
         self._lost()
 
     def _accept(self, ready: int) -> None:
+        if len(self._arriving) >= MAX_DIALLERS:
+            return self._pause(f"{len(self._arriving)} are connected, at most {MAX_DIALLERS} may be")
         try:
             arrived, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # the dialler left again
-            return
-        except OSError as error:  # no descriptor or memory is left, and the listener stays readable
-            logger.warning("nobody is taken for %s s who dials this worker: %s", PAUSE_S, error.strerror)
-            self._selector.unregister(self._listener)
-            self._paused_until = time.monotonic() + PAUSE_S
-            return
+            return None
+        except OSError as error:
+            return self._pause(str(error.strerror))
         arrived.setblocking(False)
         _notice_silence(arrived, self._silence_s)
         incoming = IncomingLink(self._name.encode(), time.monotonic() + GREETING_S)
@@ -336,6 +237,12 @@ class LivenessHub:
             logger.warning("hung up on who dials this worker: %s", error.strerror)
             return arrived.close()
         self._arriving[arrived] = self._unauthenticated[arrived] = incoming
+
+    def _pause(self, why: str) -> None:
+        """Take nobody for a while: the listener stays readable as long as somebody waits."""
+        logger.warning("nobody is taken for %s s who dials this worker: %s", PAUSE_S, why)
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + PAUSE_S
 
     def _look_after_unauthenticated(self, now: float) -> None:
         """Hang up on who did not greet in time, or on the oldest if there are too many; go on after a pause."""
@@ -358,7 +265,7 @@ class LivenessHub:
 
     def _receive(self, arrived: socket.socket, ready: int) -> None:
         try:
-            received = arrived.recv(_RECEIVE_BYTES)
+            received = arrived.recv(RECEIVE_BYTES)
             if not received:
                 return self._hang_up_on(arrived)
             incoming = self._arriving[arrived]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.transport.ends import End, ProcessPeer, runs, until
-from vllm_pd_connector.transport.liveness import LivenessState
+from vllm_pd_connector.transport.liveness_link import LivenessState
 from vllm_pd_connector.transport.mooncake.lanes import Lanes, lanes_per_peer
 from vllm_pd_connector.transport.mooncake.sockets import _descriptors, _sockets
 

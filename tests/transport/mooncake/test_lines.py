@@ -17,7 +17,7 @@ from tests.support.transport.line_proxy import Proxy
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.liveness import LivenessState
+from vllm_pd_connector.transport.liveness_link import LivenessState
 from vllm_pd_connector.transport.mooncake import transport as mooncake
 from vllm_pd_connector.transport.mooncake.engine import MooncakeOptions
 from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts

@@ -13,7 +13,7 @@ from tests.support.transport.ends import runs
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import Transfer, TransferStatus
-from vllm_pd_connector.transport.liveness import LivenessState
+from vllm_pd_connector.transport.liveness_link import LivenessState
 from vllm_pd_connector.transport.mooncake import transport as mooncake
 from vllm_pd_connector.transport.mooncake.engine import MAX_IN_FLIGHT, MooncakeOptions
 from vllm_pd_connector.transport.ranges import Ranges

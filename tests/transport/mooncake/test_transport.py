@@ -24,7 +24,7 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.liveness import LivenessState
+from vllm_pd_connector.transport.liveness_link import LivenessState
 from vllm_pd_connector.transport.mooncake import opening as mooncake_opening
 from vllm_pd_connector.transport.mooncake.engine import MooncakeOptions, check_options, choose_protocol
 from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts

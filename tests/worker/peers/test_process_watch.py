@@ -17,7 +17,8 @@ from tests.support.transport.line_proxy import Proxy
 from tests.support.worker.decode_instance import in_its_thread, until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
-from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink
+from vllm_pd_connector.transport.liveness import LivenessHub
+from vllm_pd_connector.transport.liveness_link import LivenessLink
 from vllm_pd_connector.worker.peers import process_watch
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches, address_towards
 

@@ -24,8 +24,16 @@ import aiohttp
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
 from vllm_pd_connector.proxy.exchange import check_finished, end, parsed_json
 from vllm_pd_connector.proxy.fleet import Fleet
-from vllm_pd_connector.proxy.instance import DATA_PARALLEL_RANK, Instance, InstanceRole, InstanceState
-from vllm_pd_connector.proxy.legs import LegError, Limits, encoded_body, make_session
+from vllm_pd_connector.proxy.instance import (
+    DATA_PARALLEL_RANK,
+    MAX_PREFILL_BYTES,
+    Instance,
+    InstanceRole,
+    InstanceState,
+    LegError,
+    read_whole,
+)
+from vllm_pd_connector.proxy.legs import Limits, encoded_body, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.routing.handoff import Body, decode_body, prefill_body
 
@@ -136,12 +144,13 @@ class Introductions:
 
         Raises:
             ProtocolError: another status than 200.
+            LegError: it is longer than such an answer can be.
         """
         request["headers"] = {**self._credentials, **request.get("headers", {})}
         limit = aiohttp.ClientTimeout(LIMIT_S)
         asked = self._session.request(method, engine.url + path, timeout=limit, allow_redirects=False, **request)
         async with asked as response:
-            content = await response.read()
+            content = await read_whole(response, str(engine), MAX_PREFILL_BYTES)
             if response.status == 401:
                 raise ProtocolError(f"{engine} wants its API key; set VLLM_API_KEY")
             if response.status != 200:

@@ -23,12 +23,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd_connector.transport.liveness import LivenessState
+from vllm_pd_connector.transport.liveness_link import LivenessState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm_pd_connector.transport.liveness import LivenessLink
+    from vllm_pd_connector.transport.liveness_link import LivenessLink
     from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,8 @@ from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.addresses import host_identity, local_address
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.liveness import SAYS, LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import SAYS, LivenessHub
+from vllm_pd_connector.transport.liveness_link import LivenessLink, LivenessState
 from vllm_pd_connector.transport.mooncake.engine import (
     MAX_IN_FLIGHT,
     RDMA_DEVICES,
@@ -63,8 +64,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "mooncake"
 
-# No more is submitted in a call that took this long.
-_SUBMIT_S = 0.001
+_SUBMIT_S = 0.001  # no more is submitted in a call that took this long
 
 # Descriptors end roughly in the order of their submission (four connections): behind this many that run, none is done.
 _LOOK_AHEAD = 8

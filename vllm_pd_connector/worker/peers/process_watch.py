@@ -33,7 +33,8 @@ from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
 from vllm_pd_connector.transport.addresses import Address, local_address, source_address
 from vllm_pd_connector.transport.base import has_settled
-from vllm_pd_connector.transport.liveness import SAYS, SILENCE_S, LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import SAYS, SILENCE_S, LivenessHub
+from vllm_pd_connector.transport.liveness_link import LivenessLink, LivenessState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
