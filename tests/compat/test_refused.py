@@ -1,16 +1,27 @@
-"""What an API server refuses is told to the connector under a name that no other request has."""
+"""What an API server refuses is told to the connector under a name that no other request has; what the engine core's
+input thread refuses, under its own."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.cache import MultiModalCacheMissError
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.request import Request, RequestStatus
 
-from vllm_pd_connector.compat.refused import _tell, tell_of_refused_streams
+from tests.support.scheduler.halves import PROMPT, freed, hand_over, make_half, make_request, serving_half, until
+from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
+from vllm_pd_connector.compat.refused import _tell, pass_on_unprepared, tell_of_refused_streams
 from vllm_pd_connector.protocol.params.parse import pairing_name
+from vllm_pd_connector.protocol.wire.push_messages import PushState
 
 
 def test_two_refused_streams_of_one_client_s_name_are_two_and_name_one_prefill() -> None:
@@ -66,3 +77,88 @@ def test_what_is_not_taken_is_told_of_also_where_its_client_leaves_meanwhile(
 
     asyncio.run(serve())
     assert len(told) == 1
+
+
+class Core(EngineCoreProc):  # type: ignore[misc]
+    """vLLM's own engine core, with nothing but what it looks at where it refuses."""
+
+    def __init__(self) -> None:
+        self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
+        self.engine_index = 0
+        pass_on_unprepared(self)
+
+    def refuse(self, request: EngineCoreRequest, how: str) -> None:
+        """As its input thread does, which answers the client first."""
+        if how == "a medium left the cache":
+            self._handle_mm_cache_miss(request, MultiModalCacheMissError(["an image"]))
+        elif how == "its grammar is none":
+            self._handle_request_validation_error(request, VLLMValidationError("a grammar"))
+        else:
+            self._handle_request_preproc_error(request)
+        client, said = self.output_queue.get_nowait()
+        assert client == request.client_index and said.outputs[0].finish_reason is FinishReason.ERROR
+
+    def passed_on(self) -> list[Request]:
+        taken = []
+        while not self.input_queue.empty():
+            kind, (request, wave) = self.input_queue.get_nowait()
+            assert kind is EngineCoreRequestType.ADD and wave == 3
+            taken.append(request)
+        return taken
+
+
+def sent(name: str, params: Any, **more: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params is not None else None)
+    return EngineCoreRequest(name, PROMPT, None, sampling, None, 0.0, None, None, None, current_wave=3, **more)
+
+
+REFUSALS = ["a medium left the cache", "it cannot be made"]
+if hasattr(EngineCoreProc, "_handle_request_validation_error"):  # vLLM 0.33
+    REFUSALS.append("its grammar is none")
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_what_a_request_came_for_that_the_input_thread_refuses_is_given_back(how: str) -> None:
+    producer, _ = serving_half("kv_producer", kv_lease_duration=600.0)  # so that only a message ends it
+    half, _ = make_half("kv_consumer")
+    core = Core()
+    core.refuse(sent("d-1", hand_over(producer)), how)
+    [request] = core.passed_on()
+    assert request.abort_immediately, "vLLM's engine core ends it behind its arrival"
+    half.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    until(lambda: freed(producer) == ["p-1"], "the lease to be given back")
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_prefill_that_the_input_thread_refuses_is_waited_for_by_nobody(how: str) -> None:
+    producer, _ = serving_half("kv_producer", mode="push")
+    peer, core = PushPeer(producer), Core()
+    answer = peer.register(digest_of(make_request("p-1", ASK)))
+    core.refuse(sent("p-1", ASK), how)
+    [request] = core.passed_on()
+    producer.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    producer.request_finished(request, ([],))
+    said = answer()
+    peer.close()
+    assert said.state is PushState.FAILED and "FINISHED_ABORTED" in said.reason
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_the_scheduler_is_told_of_nothing_else_that_the_input_thread_refuses(how: str) -> None:
+    core = Core()
+    core.refuse(sent("plain", None), how)
+    core.refuse(sent("none", "no object"), how)
+    core.refuse(sent("a session", {"do_remote_prefill": True}, resumable=True), how)
+    assert not core.passed_on()
+
+
+def test_a_request_that_cannot_be_passed_on_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The input thread is every client's."""
+    core = Core()
+    unknown = sent("d-1", {"do_remote_prefill": True})
+    unknown.sampling_params.max_tokens = None
+    core.refuse(unknown, REFUSALS[1])
+    assert not core.passed_on() and "request d-1: its prefill cannot be given back" in caplog.text

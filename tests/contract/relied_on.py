@@ -78,8 +78,10 @@ MEMBERS = (
     ),
     _members(
         "vllm.v1.engine.core:EngineCoreProc",
-        "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown is_running engines_running",
+        "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown is_running engines_running "
+        "_handle_mm_cache_miss _handle_request_preproc_error",
     ),
+    _members("vllm.v1.engine.core:EngineCoreProc", "_handle_request_validation_error", (0, 33)),
     _members("vllm.v1.engine.core:DPEngineCoreProc", "dp_group"),
     _members("vllm.distributed.device_communicators.shm_broadcast:SpinCondition", "last_read busy_loop_s"),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
@@ -253,6 +255,22 @@ ORDERS = (
         "the connector gets the blocks of all groups, those out of a window cut off",
     ),
     Order(f"{SCHEDULER}.add_request", ("on_new_request",), "the connector hears of every new request"),
+    Order(
+        "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+        ("preprocess_add_request", "_handle_mm_cache_miss", "_handle_request_preproc_error"),
+        "whatever no request can be made of is refused by these two",
+    ),
+    Order(
+        "vllm.v1.engine.core:EngineCoreProc.process_input_sockets",
+        ("preprocess_add_request", "_handle_request_validation_error", "_handle_request_preproc_error"),
+        "and by a third",
+        (0, 33),
+    ),
+    Order(
+        "vllm.v1.engine.core:EngineCore.add_request",
+        ("add_request", "abort_requests"),
+        "a request that is aborted at once comes to the scheduler, and ends there",
+    ),
     Order(
         f"{SCHEDULER}.schedule",
         ("get_num_new_matched_tokens", "allocate_slots", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),

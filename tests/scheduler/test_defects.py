@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.scheduler.halves import (
 from tests.support.scheduler.push_halves import ASK, Prefill, step
 from vllm_pd_connector.metadata import BadParameters, WorkerReport
 from vllm_pd_connector.observability.stats import NotHeld
+from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.scheduler import operations
 from vllm_pd_connector.scheduler.half import SchedulerHalf
@@ -107,6 +109,49 @@ def test_a_prefill_that_meets_one_when_it_ends_hands_nothing_over(
     reply = answer()
     assert (reply.state, reply.terminal) == (pm.PushState.FAILED, True) and "a defect" in reply.reason
     assert prefill.half.hand_over.not_held == {NotHeld.REFUSED: 1}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["_blocks._pool.touch", "_blocks.hold", "_spans.held", "progress.last_step", "_server.pushes.finished"],
+)
+def test_of_a_prefill_that_meets_one_when_it_is_held_no_block_stays(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    half, pool = serving_half("kv_producer", kv_lease_duration=600.0)
+    free = pool.get_num_free_blocks()
+    request = make_request("p-1", ASK)
+    half.on_new_request(request)
+    with monkeypatch.context() as patch:
+        damage(patch, half, f"producer.{path}")
+        assert half.request_finished(request, ([5, 6, 7],)) == (False, None)
+    until(lambda: freed(half) == ["p-1"], "its lease to end")
+    assert pool.get_num_free_blocks() == free and half.producer.num_leases == 0
+    assert hand_over(half, "p-1")["remote_request_id"] == "p-1", "the name can be used again"
+
+
+@pytest.mark.parametrize("path", ["_spans.ended", "progress.went_on", "lending.ended", "_spans.given"])
+def test_where_the_end_of_a_lease_meets_one_no_block_stays(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    half, pool = serving_half("kv_producer", kv_lease_duration=600.0)
+    free = pool.get_num_free_blocks()
+    for name in ("p-1", "p-2"):
+        hand_over(half, name)
+    with monkeypatch.context() as patch:
+        damage(patch, half, f"producer.{path}")
+        half.producer._server.drop_all(End.DROPPED)
+        with contextlib.suppress(ZeroDivisionError):
+            half.producer.drain()
+    half.producer.drain()
+    assert pool.get_num_free_blocks() == free and half.producer.num_leases == 0
+
+
+def test_what_was_offered_in_a_step_that_another_prefill_breaks_can_be_taken_back(prefill: Prefill) -> None:
+    half = prefill.half
+    for name in ("p-1", "p-2"):
+        half.on_new_request(make_request(name, ASK | {"transfer_id": name}))
+    prefill.tables["p-1"] = [[5, 6, 7]]  # and of the other there is none
+    step(half, p_1=(0, 40), p_2=(0, 40))
+    assert half.producer.num_leases == 1
+    half.producer.progress.fail("the caches are reset")
+    assert half.producer.num_leases == 0
 
 
 @pytest.mark.parametrize("path", ["consumer.finished", "producer.ended", "share.end"])

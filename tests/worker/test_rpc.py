@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from vllm_pd_connector.errors import Unreachable
-from vllm_pd_connector.protocol.wire.messages import GetManifests, LeaseCount
+from vllm_pd_connector.errors import Busy, Unreachable
+from vllm_pd_connector.protocol.wire.messages import GetManifests, LeaseCount, Release
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.rpc import PendingCalls
@@ -59,3 +59,23 @@ def test_the_client_is_read_where_something_came_or_is_due_and_else_not(monkeypa
         calls.wait(wake, late)
         calls.deliver(0.0)
         assert len(reads) == 1
+
+
+def test_what_is_given_back_is_sent_again_when_there_was_no_room(monkeypatch):
+    """In the turn that is due for it, though nothing comes."""
+    with contextlib.closing(PendingCalls(None)) as calls, contextlib.closing(Wake()) as wake:
+        sent: list[object] = []
+
+        def send(where: str, request: object, _: float) -> int:
+            sent.append(request)
+            if len(sent) == 1:
+                raise Busy("no socket is left")
+            return 1
+
+        monkeypatch.setattr(calls._client, "send", send)
+        calls.give_back("tcp://a:1", lambda: Release(()), 5.0)
+        late = time.monotonic() + PATIENCE_S
+        while len(sent) < 2 and time.monotonic() < late:
+            calls.wait(wake, late)
+            calls.deliver(time.monotonic())
+        assert sent == [Release(())] * 2

@@ -335,13 +335,12 @@ class HeldBlocks:
 
     def hold_ids(self, request_id: str, ids: Iterable[int]) -> None:
         """The same of a few."""
-        held, holders, blocks, more = self._blocks.setdefault(request_id, {}), self._holders, self._pool.blocks, []
-        for i in ids:  # mostly one or two
-            if i != NULL_BLOCK and i not in held:
-                holders[i] = holders.get(i, 0) + 1
-                held[i] = blocks[i]
-                more.append(held[i])
+        held, blocks = self._blocks.get(request_id, {}), self._pool.blocks
+        new = {i: blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
+        more = list(new.values())
         self._pool.touch(more)
+        self._blocks[request_id] = held | new if held else new  # behind what may raise: what is here is given back
+        self._holders.update(new.keys())
 
     def release(self, request_id: str) -> None:
         """Give the references back, the tail of the prompt first (vLLM evicts in this order)."""

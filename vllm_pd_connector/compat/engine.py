@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.refused import pass_on_unprepared
 
 if TYPE_CHECKING:
     import queue
@@ -128,7 +129,7 @@ class EngineLoop:
     def on_refusal(self, tell: Callable[[Any], None]) -> None:
         """Have `tell` called with every request that reaches this engine when it ends, and that its scheduler never
         sees; marked as aborted, and as those that vLLM's API server refuses (`compat.blocks.was_refused`). For its own
-        thread."""
+        thread. What the input thread refuses comes to the scheduler (`refused.pass_on_unprepared`)."""
         refuses = self._core._reject_add_in_shutdown
 
         def refuses_and_tells(request: Any) -> bool:
@@ -139,6 +140,7 @@ class EngineLoop:
             return refused
 
         self._core._reject_add_in_shutdown = refuses_and_tells
+        pass_on_unprepared(self._core)
 
 
 def calling_loop() -> EngineLoop | None:

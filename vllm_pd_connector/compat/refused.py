@@ -1,4 +1,4 @@
-"""Have the connector told of streams that vLLM's API server refuses.
+"""Have the connector told of requests that vLLM refuses before its scheduler has them.
 
 vLLM tells its connector of a decode request that it refuses, so that the prefill's blocks are given back. It takes the
 making of an answer for the taking of a request; but of a stream it has begun to answer before the request is checked
@@ -7,11 +7,13 @@ those of `/inference/v1/generate`. Their blocks would be held for the time of th
 where they are given to the engine, and there they are followed, also where a client leaves meanwhile. Of others vLLM
 tells a second time, which changes nothing, and so it is of a request that has reached the engine core after all.
 
-Of a stream that the engine core itself refuses, before its scheduler has it, nobody tells: a medium that has left the
-processor's cache, say. Its prefill is held for the time of its lease.
+The engine core's input thread refuses what it cannot make a request of: a medium that has left the processor's cache,
+say, or in 0.33 a grammar that is none. vLLM tells of those that are no streams alone. All are passed on to the
+scheduler, as requests that are aborted at once.
 
 Source: vLLM 0.32 and 0.33, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_rejection_cleanup`),
-`entrypoints/openai/completion/serving.py` (`completion_stream_generator`), `v1/engine/async_llm.py`.
+`entrypoints/openai/completion/serving.py` (`completion_stream_generator`), `v1/engine/async_llm.py`,
+`v1/engine/core.py` (`EngineCoreProc.process_input_sockets`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REFUSALS = "_handle_mm_cache_miss", "_handle_request_preproc_error", "_handle_request_validation_error"
+_NOT_GIVEN_BACK = "request %s: its prefill cannot be given back"
 
 
 def tell_of_refused_streams() -> None:
@@ -58,4 +66,37 @@ async def _tell(engine: Any, request_id: str, params: Any, data_parallel_rank: i
     except Exception:  # the client is to hear why its request was refused
         from vllm_pd_connector.compat.base import init_logger
 
-        init_logger(__name__).warning("request %s: its prefill cannot be given back", request_id, exc_info=True)
+        init_logger(__name__).warning(_NOT_GIVEN_BACK, request_id, exc_info=True)
+
+
+def pass_on_unprepared(core: Any) -> None:
+    """From now on the scheduler of this engine core hears of requests with transfer parameters that its input thread
+    refuses, behind the answer to their client: under their own id, with their own prompt, and aborted at once."""
+
+    def also_passes_on(refuse: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(refuse)
+        def refuses(request: Any, *why: Any) -> None:
+            refuse(request, *why)
+            _pass_on(core, request)
+
+        return refuses
+
+    for name in filter(functools.partial(hasattr, core), _REFUSALS):  # the last is 0.33's
+        setattr(core, name, also_passes_on(getattr(core, name)))
+
+
+def _pass_on(core: Any, refused: Any) -> None:
+    asked = (getattr(refused.sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
+    if not isinstance(asked, dict) or refused.resumable:  # a streaming session's: it goes on under this id
+        return
+    try:
+        from vllm.v1.engine import EngineCoreRequestType
+        from vllm.v1.request import Request
+
+        refused.abort_immediately = True
+        request = Request.from_engine_core_request(refused, None)
+        core.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, refused.current_wave)))
+    except Exception:  # the input thread, which ends by it, is every client's
+        from vllm_pd_connector.compat.base import init_logger
+
+        init_logger(__name__).warning(_NOT_GIVEN_BACK, refused.request_id, exc_info=True)

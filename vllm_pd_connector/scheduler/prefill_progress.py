@@ -123,9 +123,9 @@ class PrefillProgress:
             tables, whole = self._tables(request_id, running, computed[request_id])
             if (added := _added(tables, running.held)) or not running.held:
                 blocks.hold_ids(request_id, added)
+                self._offered.add(request_id)  # whatever a defect meets from here on, it is given back
             running.held = tables
             offers.append((request_id, tables, min(computed[request_id], running.num_tokens), whole))
-        self._offered |= needed
         if offers:
             pushes.progressed(offers, self.number)
 

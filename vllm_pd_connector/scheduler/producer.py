@@ -24,11 +24,12 @@ from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed, Given
 from vllm_pd_connector.protocol.params.answer import encode_params
 from vllm_pd_connector.protocol.params.conversation import Conversation
-from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of, later_of_batch, pairing_name
+from vllm_pd_connector.protocol.params.parse import RemotePrefill, later_of_batch, pairing_name
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.answers import Answers
 from vllm_pd_connector.scheduler.bootstrap import answer_proxies
 from vllm_pd_connector.scheduler.conversations.lending import NO_PREFIX, Lending
+from vllm_pd_connector.scheduler.leases.choices import Choices
 from vllm_pd_connector.scheduler.leases.ended import note_expired
 from vllm_pd_connector.scheduler.leases.spans import PrefillSpans
 from vllm_pd_connector.scheduler.leases.tables import LeasedTables
@@ -91,7 +92,7 @@ class Producer:
         self.counted: Counter[str] = Counter()  # by the names of `observability.stats`
         self.given: list[Given] = []  # who got what, until it was counted
         self._spans = PrefillSpans()
-        self._choices: dict[str, str] = {}  # latest lease of the choices of a request with n > 1
+        self._choices = Choices()
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
         self._going: dict[str, Request] = {}  # decode requests of which something may be kept
@@ -266,15 +267,21 @@ class Producer:
             self._give_up(request.request_id)
             if request.request_id in self._leased:
                 raise ProtocolError("its request id is that of an older prefill whose blocks are still being written")
-        self._drop_older_choice(request.request_id)
-        self._leased.add(request.request_id)
-        self._spans.held(request)
-        self._blocks.hold(request.request_id, tables)
+        # Unless both legs were sent at once, and name each choice.
+        if not self._config.pushes and (older := self._choices.held(request.request_id)) is not None:
+            self._server.drop(older)
         lease = answer.lease
         self._server.hold(lease.request_id, lease.nonce, answer.pd_connector.lease_seconds, tables, named)
-        step = self.progress.last_step(request.request_id)
-        self.progress.discard(request.request_id)
-        pushed = self._server.pushes.finished(request.request_id, lease.nonce, tables, step)
+        self._leased.add(request.request_id)
+        try:
+            self._blocks.hold(request.request_id, tables)
+            self._spans.held(request)
+            step = self.progress.last_step(request.request_id)
+            pushed = self._server.pushes.finished(request.request_id, lease.nonce, tables, step)
+            self.progress.discard(request.request_id)
+        except Exception:  # nobody gets its parameters
+            self._server.drop(request.request_id)
+            raise
         if not pushed or (later_of_batch(request.request_id) and not self._config.pushes):  # nobody can name its lease
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
@@ -294,20 +301,6 @@ class Producer:
         self._going.pop(request_id, None)
         self._tables.over(request_id)
         self._epochs.forget(request_id)
-
-    def _drop_older_choice(self, request_id: str) -> None:
-        """Of a request with `n` > 1 the router gets the parameters of the choice that ended last, and nobody else can
-        name the others' leases, unless both legs were sent at once.
-
-        Source: vLLM 0.32, `RequestState.make_request_output`.
-        """
-        choice = choice_of(request_id)
-        if not choice or self._config.pushes:
-            return
-        assert self._server is not None
-        if (older := self._choices.get(parent := request_id.removeprefix(choice))) is not None:
-            self._server.drop(older)
-        self._choices[parent] = request_id
 
     def advance(self, output: SchedulerOutput) -> tuple[int, bool]:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number, and
@@ -367,24 +360,29 @@ class Producer:
         if self._server is None or self._blocks is None or not (self._server.has_news() or self._traced):
             return []
         self.progress.let_go()
-        freed = [*self._traced, *self._server.take_freed()]
+        self._traced += self._server.take_freed()  # which a defect leaves to the next call
         self.given += self._spans.given(self._server.take_given())
+        freed = self._traced
         # Their digests are made in the next step: until then nobody else may write there.
         self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
         over = [entry for entry in freed if entry not in self._traced]
-        for request_id, reason in over:
-            self.progress.went_on()
-            self._spans.ended(request_id, reason)
-            self._leased.discard(request_id)
-            if request_id in self._blocks:
-                self._blocks.release(request_id)
-            if self.lending.ended(request_id, reason):
-                continue  # nobody needs to come for it
-            parent = request_id.removeprefix(choice_of(request_id))
-            if self._choices.get(parent) == request_id:
-                del self._choices[parent]
-            note_expired(request_id, reason, self.counted)
+        for entry in over:
+            try:
+                self._give_back(*entry)
+            except Exception:  # nobody else's lease is to stay for it
+                logger.exception("request %s: the end of its lease", entry.request_id)
         return [entry.request_id for entry in over]
+
+    def _give_back(self, request_id: str, reason: End) -> None:
+        assert self._blocks is not None
+        self._leased.discard(request_id)
+        if request_id in self._blocks:
+            self._blocks.release(request_id)
+        self.progress.went_on()
+        self._choices.ended(request_id)
+        self._spans.ended(request_id, reason)
+        if not self.lending.ended(request_id, reason):  # else nobody needs to come for it
+            note_expired(request_id, reason, self.counted)
 
     def leave(self) -> None:
         """Tell every peer that the caches are gone, and serve none until `serve` is called again."""

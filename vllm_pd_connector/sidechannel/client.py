@@ -81,6 +81,16 @@ class _Link:
     answered: bool = False
 
 
+def busy_of(outcome: Outcome) -> str:
+    """Why what was asked only has to be asked again later, here or on the other side; empty if that is not so."""
+    match outcome:
+        case m.Failure(code=m.FailureCode.BUSY | m.FailureCode.NOT_READY, message=message):
+            return message or outcome.code
+        case Busy():
+            return str(outcome)
+    return ""
+
+
 class SideChannelClient:
     """Requests to any number of servers. Not thread-safe; `idle_s` is how long an unused socket is kept.
 

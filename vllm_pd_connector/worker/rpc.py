@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.errors import Busy
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.errands import Errands
 from vllm_pd_connector.sidechannel.waiting import wait
 
 if TYPE_CHECKING:
@@ -21,22 +20,13 @@ Handler = Callable[[Outcome, float], None]
 """Called with what became of a request and the time; once, in the thread that owns the `PendingCalls`."""
 
 
-def busy_of(outcome: Outcome) -> str:
-    """Why what was asked only has to be asked again later, here or on the other side; empty if that is not so."""
-    match outcome:
-        case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY, message=message):
-            return message or outcome.code
-        case Busy():
-            return str(outcome)
-    return ""
-
-
 class PendingCalls:
     """A side-channel client whose requests carry their continuation."""
 
     def __init__(self, keys: Keys | None) -> None:
         self._client = SideChannelClient(keys=keys)
         self._handlers: dict[int, Handler] = {}
+        self._errands = Errands()
         self._due: deque[tuple[Handler, Outcome]] = deque()  # queued, so one failing handler loses no other outcome
         self._receives = True  # else the last `wait` saw that nothing had come
 
@@ -50,16 +40,27 @@ class PendingCalls:
         if handler is not None:
             self._handlers[token] = handler
 
+    def give_back(self, endpoint: str, make: Callable[[], Request], timeout_s: float) -> None:
+        """Send what ends something there, again where it is not heard; see `Errands.send`.
+
+        Raises:
+            ProtocolError: it can never be sent.
+        """
+        self._errands.send(self._client, endpoint, make, timeout_s, time.monotonic())
+
     def wait(self, wake: Wake, deadline: float | None, *, exact: bool = False) -> None:
         """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short; as
         `exact` as `sidechannel.waiting.sleep` can."""
         self._receives = True
+        if (again := self._errands.next_deadline()) is not None:
+            deadline = again if deadline is None else min(again, deadline)
         self._receives = wait(self._client, wake, time.monotonic() if self._due else deadline, exact=exact)
 
     def deliver(self, now: float) -> list[str]:
         """Hand every outcome that has come to its handler; returns the endpoints that have said that they end."""
+        self._errands.turn(self._client, now)
         for token, outcome in self._client.receive() if self._receives else ():
-            if (handler := self._handlers.pop(token, None)) is not None:
+            if not self._errands.take(token, outcome, now) and (handler := self._handlers.pop(token, None)) is not None:
                 self._due.append((handler, outcome))
         while self._due:
             handler, outcome = self._due.popleft()

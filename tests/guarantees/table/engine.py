@@ -177,7 +177,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a decode instance that ends gives back what queues there",
-        "LeaseRenewer", "                self._send(address, m.Release(batch))", "                pass",
+        "LeaseRenewer", "                self._give_back(address, partial(m.Release, batch))", "                pass",
         "test_a_decode_instance_that_ends_gives_back_what_queues_there",
     ),
     Guarantee(

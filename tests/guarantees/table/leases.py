@@ -74,6 +74,11 @@ GUARANTEES = [
         "Consumer", "if was_refused(request):  # it has failed", "if False:  # it has failed",
         "test_a_request_whose_parameters_are_none_is_refused_in_one_line",
     ),
+    Guarantee(
+        "what is given back is sent again when there was no room for it",
+        "Errands", "            self._put_off(errand, error, now)", "            pass",
+        "test_what_finds_no_room_here_is_sent_again_while_a_lease_may_live",
+    ),
     # The share of the pool
     Guarantee(
         "leases leave room for an engine's other requests",

@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.descriptors import no_descriptor_left
 from tests.support.scheduler.halves import hand_over, make_half, make_request, serving_half, until
+from vllm_pd_connector.errors import Busy
 from vllm_pd_connector.protocol.params.parse import parse_remote_prefill
 from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, Reading
-from vllm_pd_connector.protocol.wire.messages import Renew
-from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
+from vllm_pd_connector.protocol.wire.messages import Release, Released, Renew
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef
 from vllm_pd_connector.scheduler.leases import lease_renewer
 
 
@@ -70,6 +71,38 @@ def test_a_prefill_is_kept_for_a_side_that_gives_shorter_leases_than_this_one(mo
         now[0] = float(second)
         tried._turn()
     assert sent == [every * i for i in range(1, int(60 / every) + 1)]
+
+
+@pytest.mark.parametrize("kind", [Release, DeclinePush])
+def test_what_is_given_back_finds_room_later(monkeypatch, kind):
+    """As with too many servers that owe answers. Its lease would end by time alone."""
+    now, sent, full = [10.0], [], [True]
+    monkeypatch.setattr(lease_renewer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    tried._thread = threading.current_thread()
+
+    def send(address: str, request: Any, _: float) -> int:
+        if full:
+            raise Busy("512 other servers owe answers")
+        sent.append(request)
+        return 1
+
+    answers: list[Any] = []
+    tried._client = SimpleNamespace(send=send, receive=lambda: [answers.pop()] if answers else [])
+    if kind is Release:
+        tried.drop("tcp://a", Reading("p-1", bytes(16), bytes(16)), release=True)
+    else:
+        tried.decline("tcp://a", PrefillRef("t-1", None), 9.0)
+    tried._turn()
+    assert not sent and tried._errands.next_deadline() == 10.5
+    full.clear()
+    now[0] = 10.5
+    tried._turn()
+    [message] = sent
+    assert isinstance(message, kind) and getattr(message, "waited_s", 1.5) == 1.5, "it tells its age, of now"
+    answers.append((1, Released()))
+    tried._turn()
+    assert len(sent) == 1 and tried._errands.next_deadline() is None and not tried._asked
 
 
 def test_an_instance_that_ends_declines_the_prefills_that_it_kept():

@@ -21,6 +21,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, KeepPrefills, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.errands import Errands
 from vllm_pd_connector.sidechannel.waiting import wait
 from vllm_pd_connector.wake import Wake
 
@@ -70,6 +71,7 @@ class LeaseRenewer:
         self._asked: dict[int, str] = {}  # whom, by the client's tokens
         self._awaited: dict[int, Callable[[object], None]] = {}  # by whom
         self._gone: Bounded[str, None] = Bounded(REMEMBER)  # of which it was said
+        self._errands = Errands()
         self._wake = Wake()
         self._stop = False
         self._until = 0.0
@@ -106,7 +108,7 @@ class LeaseRenewer:
     def decline(self, address: str, prefill: PrefillRef, began: float) -> None:
         """Tell the prefill side at `address` that a request which came here at `began` needs nothing of a prefill that
         has no lease yet."""
-        self._submit(lambda: self._send(address, DeclinePush(prefill, max(time.monotonic() - began, 0.0))))
+        self._submit(lambda: self._decline(address, prefill, began))
 
     def close(self) -> None:
         """End the thread, after the answers to what was sent or half of the reply time-out."""
@@ -154,17 +156,23 @@ class LeaseRenewer:
     def _run(self) -> None:
         if not self._begun():
             return
-        while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
+        while not self._stop or (self._asks() and time.monotonic() < self._until):
             self._sleep()
             self._turn()
         self._client.close()
+
+    def _asks(self) -> bool:
+        """Whether something was not answered, or not sent."""
+        return self._client.under_way() > 0 or self._errands.next_deadline() is not None
 
     def _sleep(self) -> None:
         """Until something is to be done; without memory to wait with, say, for a moment. Without this thread no lease
         would be renewed before the next command, and nobody answered who asked."""
         try:
-            due = min((*self._due.values(), self._prefills_due))
-            wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
+            again = self._errands.next_deadline()
+            dues = (self._until,) if self._stop else (*self._due.values(), self._prefills_due)
+            due = min((*dues, math.inf if again is None else again))
+            wait(self._client, self._wake, due if due < math.inf else None)
         except Exception:
             logger.exception("lease renewal could not wait")
             time.sleep(AGAIN_S)
@@ -174,10 +182,14 @@ class LeaseRenewer:
             _guarded(self._commands.popleft())
         _guarded(lambda: self._renew_due(time.monotonic()))
         _guarded(lambda: self._renew_prefills(time.monotonic()))
+        _guarded(lambda: self._errands.turn(self._client, time.monotonic()))
         _guarded(self._collect)
 
     def _collect(self) -> None:
+        now = time.monotonic()
         for token, outcome in self._client.receive():
+            if self._errands.take(token, outcome, now):
+                continue
             address = self._asked.pop(token)
             awaited = self._awaited.pop(token, partial(self._answered, address))
             _guarded(partial(awaited, outcome))
@@ -222,7 +234,7 @@ class LeaseRenewer:
             self._leases.pop(address, None)
             self._due.pop(address, None)
         if release:
-            self._send(address, m.Release((reading,)))
+            self._give_back(address, lambda: m.Release((reading,)))
 
     def _renew_due(self, now: float) -> None:
         for address in [address for address, due in self._due.items() if due <= now]:
@@ -253,15 +265,25 @@ class LeaseRenewer:
         except Exception:  # nobody else's is to be left out for it
             logger.exception("lease renewal at %s", address)
 
+    def _decline(self, address: str, prefill: PrefillRef, began: float) -> None:
+        self._give_back(address, lambda: DeclinePush(prefill, max(time.monotonic() - began, 0.0)))
+
+    def _give_back(self, address: str, make: Callable[[], m.Request]) -> None:
+        try:
+            self._errands.send(self._client, address, make, REPLY_TIMEOUT_S, time.monotonic())
+        except ProtocolError as error:
+            logger.warning("giving back at %s: %s", address, error)
+
     def _end(self) -> None:
         """Nobody will read what still queues here."""
         self._stop, self._until = True, time.monotonic() + REPLY_TIMEOUT_S / 2
+        self._errands.ends = True
         for address, leases in self._leases.items():
             for batch in m.lease_batches(list(leases)):
-                self._send(address, m.Release(batch))
+                self._give_back(address, partial(m.Release, batch))
         for where, prefill, began in self._prefills.values():
             if (place := where()) is not None:
-                self._send(place, DeclinePush(prefill, time.monotonic() - began))
+                self._decline(place, prefill, began)
         self._leases, self._due, self._prefills = {}, {}, {}
 
 

@@ -17,8 +17,8 @@ from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, commo
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
+from vllm_pd_connector.sidechannel.client import busy_of
 from vllm_pd_connector.worker.checksums import memory_of, of_pieces, starts_of
-from vllm_pd_connector.worker.rpc import busy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.messages import Failure, ReadDone, ReadVerdict
+from vllm_pd_connector.sidechannel.client import busy_of
 from vllm_pd_connector.worker.receive.ending import kind_of
-from vllm_pd_connector.worker.rpc import busy_of
 
 if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.client import Outcome

@@ -101,19 +101,18 @@ def read_from_now_on(active: ActiveReceive, stats: PDStats) -> None:
 
 def give_back(active: ActiveReceive, calls: PendingCalls) -> None:
     """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
-    push = active.request.push
-    if active.lease is not None:
-        lease, request = active.lease, active.request
-        message: Release | DeclinePush = Release(
-            (Reading(lease.request_id, lease.nonce, request.attempt, request.shared),)
-        )
-    elif active.question:
+    if active.lease is None and active.question:
         return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
-    else:
-        assert push is not None
-        message = DeclinePush(push.prefill, active.request.waited_s + max(time.monotonic() - active.began, 0.0))
+    lease, request = active.lease, active.request
+
+    def message() -> Release | DeclinePush:
+        if lease is not None:
+            return Release((Reading(lease.request_id, lease.nonce, request.attempt, request.shared),))
+        assert request.push is not None
+        return DeclinePush(request.push.prefill, request.waited_s + max(time.monotonic() - active.began, 0.0))
+
     try:
-        calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
+        calls.give_back(active.link.endpoint, message, RELEASE_TIMEOUT_S)
     except ProtocolError as error:
         logger.debug("giving back prefill %s: %s", active.prefill, error)
 

@@ -25,9 +25,9 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.fields import MAX_COMPARE_S
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
+from vllm_pd_connector.sidechannel.client import busy_of
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.ending import kind_of
-from vllm_pd_connector.worker.rpc import busy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
