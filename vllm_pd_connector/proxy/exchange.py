@@ -24,6 +24,7 @@ from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
 from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, NothingHandedOver, refusal_kind
 from vllm_pd_connector.routing.handoff import Body, check_client_body, decode_body
+from vllm_pd_connector.routing.prompt_ids import PromptIds
 
 if TYPE_CHECKING:
     from vllm_pd_connector.proxy.instance import InstanceRole
@@ -56,6 +57,7 @@ class Exchange:
     trace: Untraced
     turn: Turn = field(default_factory=Turn)
     """What is known of its conversation."""
+    ids: PromptIds = field(default_factory=PromptIds)
     prefilled_at: str = ""
     """URL of the instance that got the first leg."""
     answer: web.StreamResponse | None = None
