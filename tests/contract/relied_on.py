@@ -59,6 +59,14 @@ MEMBERS = (
         "get_skip_reading_prefix_cache trace_headers resumable last_sched_seq sampling_params prefill_stats "
         "num_preemptions priority arrival_time",
     ),
+    _members(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+        "messages echo return_token_ids return_prompt_text kv_transfer_params drop_prompt_token_ids_with_media",
+    ),
+    _members(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponse",
+        "prompt_token_ids kv_transfer_params",
+    ),
     _members("vllm.v1.metrics.stats:PrefillStats", "num_local_cached_tokens"),
     _members(
         "vllm.v1.request:RequestStatus",
@@ -220,6 +228,11 @@ MEMBERS = (
 
 ORDERS = (
     Order(
+        "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat",
+        ("build_tok_params", "_reused_prompt_token_ids", "tokens_input", "render_chat_async", "adjust_request"),
+        "a chat's limits are looked at before the ids of its prompt are taken, and its tools and format behind that",
+    ),
+    Order(
         "vllm.config.vllm:VllmConfig.__post_init__",
         ("_resolve_mm_embedding_inputs", "_post_init_kv_transfer_config"),
         "what vLLM makes of a connector's role, and puts in its place, is there when it has made its configuration",
@@ -332,6 +345,7 @@ DECORATED = tuple(
 )
 
 TAKES = (
+    Takes("vllm.renderers.online_renderer:_reused_prompt_token_ids", ("request", "renderer", "messages")),
     Takes("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks")),
     Takes("vllm.v1.core.block_pool:BlockPool.free_blocks", ("self", "ordered_blocks")),
     Takes(f"{SCHEDULER}.reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),

@@ -60,6 +60,7 @@ from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks
 from vllm_pd_connector.proxy.kv_events.known_prefixes import Announcements
 from vllm_pd_connector.proxy.legs import encoded_body
 from vllm_pd_connector.routing.handoff import decode_body, prefill_body
+from vllm_pd_connector.routing.prompt_ids import is_text_chat, take_prompt_ids
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.greeting import IncomingLink
@@ -95,6 +96,7 @@ ANSWER = answer_of(
     remote_block_ids=((3, 4, 5), (9,)), remote_request_id="cmpl-1", nonce=bytes(16).hex(), incarnation="ab" * 16,
     remote_host="10.0.0.1", server_key="k" * 40,
 )  # fmt: skip
+IDS = {"prompt_token_ids": [7, 0, 2]}
 PARAMS = encode_params(ANSWER, b"s" * 32)
 
 
@@ -123,6 +125,7 @@ def use_body(content: bytes) -> object:
         prefix.blocks and prefix.blocks.key(1, 1, adapter=False),
         encoded_body(prefill_body(body, "cmpl-1")),
         encoded_body(body),
+        is_text_chat(body),
     )
 
 
@@ -139,7 +142,8 @@ def use_answer(content: bytes) -> object:
     check_event(content, True, "x")
     check_event(b"data: " + content, False, "x")
     check_finished(answer, "x")
-    return encoded_body(decode_body({"prompt": "x"}, answer))
+    leg = decode_body({"prompt": "x"}, answer)
+    return encoded_body(leg), take_prompt_ids(answer)
 
 
 def use_manifest(content: bytes) -> object:
@@ -284,8 +288,8 @@ DECODERS: dict[str, Decoder] = {
         use_answer,
         (ProtocolError, LegError, InstanceRefusal),
         (
-            as_json({"choices": [{"text": "x", "finish_reason": "length"}], "kv_transfer_params": PARAMS}),
-            as_json({"error": None, "choices": [{"finish_reason": None}, 1], "kv_transfer_params": PARAMS}),
+            as_json({"choices": [{"text": "x", "finish_reason": "length"}], "kv_transfer_params": PARAMS, **IDS}),
+            as_json({"error": None, "choices": [{"finish_reason": None}, 1], "kv_transfer_params": PARAMS, **IDS}),
         ),
         json.loads,
         as_json,

@@ -31,6 +31,7 @@ from vllm_pd_connector.proxy.instance import (
     require_short,
 )
 from vllm_pd_connector.routing.handoff import Body, check_client_body, decode_body
+from vllm_pd_connector.routing.prompt_ids import PromptIds
 
 if TYPE_CHECKING:
     from vllm_pd_connector.proxy.instance import InstanceRole
@@ -64,6 +65,7 @@ class Exchange:
     trace: Untraced
     turn: Turn = field(default_factory=Turn)
     """What is known of its conversation."""
+    ids: PromptIds = field(default_factory=PromptIds)
     prefilled_at: str = ""
     """URL of the instance that got the first leg."""
     answer: web.StreamResponse | None = None

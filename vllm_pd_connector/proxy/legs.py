@@ -161,6 +161,7 @@ class Legs:
                 request.prefilled_at = instance.url
             body, headers = prepare(instance)
             content, headers = encoded_body(body), {**headers, "Content-Type": "application/json"}
+            del body  # it may have token ids, which take more than their text
             logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
@@ -173,7 +174,7 @@ class Legs:
                             headers=headers, trace_request_ctx=sent, allow_redirects=False,
                         )  # fmt: skip
                         response = await stack.enter_async_context(posted)
-                        del body, content  # nobody is asked after this one, and a stream may last for minutes
+                        del content  # nobody is asked after this one, and a stream may last for minutes
                         require_here(role, instance, response)
                         yield response, wait
                         if not request.told:

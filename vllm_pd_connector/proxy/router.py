@@ -224,9 +224,10 @@ class Router:
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         def prepare(instance: Instance) -> tuple[Body, Headers]:
-            return prefill_body(exchange.body, turn=exchange.turn.brought_to(instance)), exchange.headers
+            leg = prefill_body(exchange.body, turn=exchange.turn.brought_to(instance))
+            return exchange.ids.ask(leg, exchange.body, instance.engines), exchange.headers
 
-        answer = await self._prefill(exchange, prepare)
+        answer = exchange.ids.take(await self._prefill(exchange, prepare), exchange.prefilled_at)
         name = uuid.uuid4().hex if self._conversations is not None else ""
         return await self._decode(exchange, decode_body(exchange.body, answer, name), name, held=True)
 
@@ -311,10 +312,10 @@ class Router:
         Without parameters in `body` nothing was prefilled."""
 
         def prepare(instance: Instance) -> tuple[Body, Headers]:
-            return body, {**exchange.headers, **exchange.turn.sent_to(instance)}
+            return exchange.ids.give(body, instance.engines), {**exchange.headers, **exchange.turn.sent_to(instance)}
 
         try:
-            async with self._legs.send(InstanceRole.DECODE, exchange, prepare) as (response, wait):
+            async with self._legs.send(InstanceRole.DECODE, exchange, prepare, exchange.ids.forget) as (response, wait):
                 if response.status == 200 and response.content_type == "text/event-stream":
                     return await self._stream(exchange, response, wait, name)
                 who = named(InstanceRole.DECODE, response)

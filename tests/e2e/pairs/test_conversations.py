@@ -206,10 +206,12 @@ def _talking(router: Spec) -> Spec:
 @pytest.mark.parametrize("family", ["gqa", "kimi"])
 def test_prefill_reads_behind_its_own_hits_also_of_chats(pairs: Pairs, family: str) -> None:
     """One prefill instance with a prefix cache, as in most set-ups: it has each prompt, and reads the answer. Chats
-    come by the router; their prompts are made by a template, of text."""
+    come by the router; their prompts are made by a template, of text, and of prefill alone: decode's makes another."""
     pairs.end()
-    row = Row(family)
-    prefill, decode = pairs.servers.start(_spec(row, "p", "caches", ["--enable-prefix-caching"]), _spec(row, "d"))
+    row, other = Row(family), ["--chat-template", "{{ 'another prompt' }}"]
+    prefill, decode = pairs.servers.start(
+        _spec(row, "p", "caches", ["--enable-prefix-caching"]), _spec(row, "d", "untold", other)
+    )
     [router] = pairs.servers.start(_talking(router_spec(f"talk-{row.id}-chats", [prefill.url], [decode.url])))
     try:
         turns, prompt, kept, new = list[tuple[Prompt, Answer]](), Prompt(), dict[str, Any](KEEP), 0
