@@ -25,6 +25,7 @@ from vllm_pd_connector.proxy.conversations import Turn
 from vllm_pd_connector.proxy.instance import (
     MAX_ANSWER_BYTES,
     Aborted,
+    InstanceRefusal,
     LegError,
     NothingHandedOver,
     refusal_kind,
@@ -387,3 +388,11 @@ async def end(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task.cancel()
     await asyncio.wait({task})
+
+
+async def read_to_its_end(prefill: asyncio.Task[Any], request_id: str) -> None:
+    """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
+    try:
+        await prefill
+    except (LegError, InstanceRefusal) as error:
+        logger.warning("request %s: prefill, after the answer was sent: %s", request_id, error)

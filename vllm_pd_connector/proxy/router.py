@@ -39,6 +39,7 @@ from vllm_pd_connector.proxy.exchange import (
     not_here,
     passed_on,
     read_exchange,
+    read_to_its_end,
     refuse,
     require_handed_over,
     stream_for_client,
@@ -219,7 +220,7 @@ class Router:
         if not self._concurrent():
             return await self._serial(exchange)
         answer, prefill = await self._side_by_side(exchange)
-        self._let_end(prefill, exchange.request_id)
+        self._trail(read_to_its_end(prefill, exchange.request_id))
         return answer
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
@@ -271,17 +272,6 @@ class Router:
                 if decode is not None:
                     await end(decode)
             raise
-
-    def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
-        """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
-
-        async def wait() -> None:
-            try:
-                await prefill
-            except (LegError, InstanceRefusal) as error:
-                logger.warning("request %s: prefill, after the answer was sent: %s", request_id, error)
-
-        self._trail(wait())
 
     def _trail(self, work: Coroutine[Any, Any, None]) -> None:
         """What is left to do when a request is answered."""
