@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, net_devices, translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,11 +130,20 @@ class Library:
                     self._forget(agent, name)
                 raise TransferError(
                     f"adding agent {name}: {error}; its process ended, it cannot be reached from here, or the two "
-                    "sides run different versions of NIXL or different UCX settings",
+                    f"sides run different versions of NIXL or different UCX settings{self._interfaces()}",
                     retryable=isinstance(error, self.nixl.nixlBackendError),
                 ) from error
             agent.lost.discard(name)
         agent.peers[name] += 1
+
+    def _interfaces(self) -> str:
+        """Where nobody says which interfaces to take, UCX takes a bridge of containers for a way, too."""
+        if self.options.backend != "UCX" or net_devices(self.options, os.environ):
+            return ""
+        return (
+            ". UCX_NET_DEVICES is not set: UCX may have taken an interface that does not lead there, as docker0; "
+            "set it on both sides to the interface of side_channel_host"
+        )
 
     def leave(self, agent: Agent, name: str) -> None:
         """Count a connection out; with the last of a peer's the agent forgets it."""
