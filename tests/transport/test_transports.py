@@ -22,6 +22,7 @@ from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl import bindings
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, described
+from vllm_pd_connector.transport.ranges import Ranges
 from vllm_pd_connector.transport.registry import create, names
 
 SIZE = 1 << 16
@@ -176,6 +177,30 @@ def test_a_peer_that_is_not_taken_names_the_interfaces_where_nobody_chose_them(
     with pytest.raises(TransferError, match="adding agent pd-1: NIXL_ERR_BACKEND") as refusal:
         library.join(Agent("pd-0", library.nixl), "pd-1", b"pd-1")
     assert ("UCX_NET_DEVICES is not set" in str(refusal.value)) == named
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "warned"),
+    [
+        ({"progress_thread": True}, "cuda", 1),
+        ({"progress_thread": True}, "cpu", 0),
+        ({}, "cuda", 0),
+        ({"progress_thread": True, "backend": "LIBFABRIC"}, "cuda", 0),
+    ],
+)
+def test_a_progress_thread_of_ucx_beside_a_gpu_s_memory_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    device: str,
+    warned: int,
+) -> None:
+    library = library_of(monkeypatch, msgspec.convert(options, NixlOptions))
+    ranges = Ranges.of([Segment(address=1 << 30, length=SIZE, device=device, device_id=0)], "this worker")
+    for _ in range(2):
+        library.register(Agent("pd-0", library.nixl), ranges)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warned and all("transport_options.progress_thread" in one for one in told)
 
 
 def test_an_error_of_nixl_holds_no_frame_and_so_no_agent() -> None:
