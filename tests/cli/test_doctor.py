@@ -103,6 +103,69 @@ def test_rdma_that_this_process_cannot_open_is_bad(
     assert [one.state for one in findings(tmp_path) if one.topic == "RDMA"] == ["note"]
 
 
+def device(root: Path, name: str, text: str, bridge: bool = False) -> None:
+    file = root / "sys/class" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    if bridge:
+        (file.parent / "bridge").mkdir()
+
+
+@pytest.mark.libraries
+def test_a_bridge_that_ucx_may_choose_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives it the same address on every host."""
+
+    def network() -> tuple[str, str]:
+        [found] = [one for one in findings(tmp_path) if one.topic == "network"]
+        return found.state, found.says
+
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    device(tmp_path, "net/eth0/operstate", "up")
+    device(tmp_path, "net/virbr0/operstate", "down", bridge=True)
+    assert network() == ("good", "eth0 (mtu )"), "nothing is reached by one that is down"
+    device(tmp_path, "net/docker0/operstate", "up", bridge=True)
+    state, says = network()
+    assert state == "note" and "; docker0 is a bridge, " in says and "virbr0" not in says
+    assert says.endswith("UCX may choose it; set UCX_NET_DEVICES=<interface of side_channel_host>")
+    device(tmp_path, "net/cni0/operstate", "up", bridge=True)
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")
+    assert "; cni0 and docker0 are bridges, " in network()[1]
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth0")
+    assert network()[0] == "good"
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize(
+    ("told", "missing"),
+    [
+        ("mlx5_0:1", ""),
+        ("mlx5_0:1,eth0", ""),
+        ("lo", ""),
+        ("all", ""),
+        ("^mlx5_9:1,eth9", ""),
+        ("mlx5_[0-1]:1", ""),
+        ("mlx5_7:1", "'mlx5_7:1' is not here"),
+        ("mlx5_1:1", "'mlx5_1:1' is not here or not active"),
+        ("mlx5_0", "'mlx5_0' is not here"),
+        ("mlx5_0:1, eth0", "' eth0' is not here"),
+        ("eth1,mlx5_7:1", "'eth1' and 'mlx5_7:1' are not here"),
+    ],
+)
+def test_a_device_that_ucx_is_told_and_does_not_find_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, missing: str
+) -> None:
+    """One name for all pods, which is another node's: NIXL then says NIXL_ERR_BACKEND."""
+    device(tmp_path, "net/lo/operstate", "unknown")
+    device(tmp_path, "net/eth0/operstate", "up")
+    device(tmp_path, "net/eth1/operstate", "down")
+    device(tmp_path, "infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
+    device(tmp_path, "infiniband/mlx5_1/ports/1/state", "1: DOWN")
+    monkeypatch.setenv("UCX_NET_DEVICES", told)
+    [found] = [one for one in findings(tmp_path) if one.topic == "UCX"]
+    assert (found.state == "bad") == bool(missing) and missing in found.says
+    assert not missing or found.says.endswith("There are eth0, lo, mlx5_0:1")
+
+
 def nixl() -> Transport:
     return create("nixl", {"ucx": {"TLS": "tcp"}})
 

@@ -91,6 +91,22 @@ def test_what_a_transport_speaks_is_told_where_it_says_so(files, capsys):
     assert "mooncake over rdma, " in text and "mooncake, " in text
 
 
+def test_a_drafter_that_is_not_moved_is_told(files, capsys):
+    [made] = manifests("d-0")
+    drafter = made.tensors[-1].layer
+    facts = msgspec.structs.replace(made.model, speculative="eagle")
+    decode = [msgspec.structs.replace(made, model=facts, draft_layers=(drafter,))]
+    [plain] = manifests(model=Model(layers=2, heads=8, key=128, value=128))
+    plain = msgspec.structs.replace(plain, model=msgspec.structs.replace(plain.model, speculative=""))
+    paths = files("p", [plain]), files("d", decode)
+    code, found = explain(capsys, *paths)
+    says = "1 layer of the drafter is not moved: engine p-0 does not draft"
+    assert code == 0 and found["not_moved"] == says and found["movements"][0]["layers"] == 2
+    main(["explain", *paths])
+    assert says in capsys.readouterr().out.splitlines()
+    assert explain(capsys, files("a", manifests()), files("b", manifests("d-0")))[1]["not_moved"] == ""
+
+
 def test_a_pair_of_other_layouts_names_what_is_converted(files, capsys):
     hnd = Side(layout="HND", tp=2, block_tokens=32, num_blocks=40)
     arguments = files("a", manifests()), files("b", manifests("d-0", side=hnd))

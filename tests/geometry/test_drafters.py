@@ -9,9 +9,10 @@ import pytest
 from tests.geometry.test_topology import MODEL, change, fields, manifests, with_model
 from tests.support.geometry.world import Model
 from vllm_pd_connector.errors import IncompatiblePeer
+from vllm_pd_connector.geometry.explain import explain_pair
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Plan, make_plan
-from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.geometry.topology import check_pd_topology, not_moved
 
 DRAFTED = f"layers.{MODEL.layers}.attn"
 
@@ -83,3 +84,20 @@ def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(
     assert f"caches of {DRAFTED}" in fields(check_pd_topology(local, remote))
     with pytest.raises(IncompatiblePeer, match=r"layers\.2\.attn"):
         make_plan(local[0], remote)
+
+
+def test_it_is_told_which_layers_are_not_moved_and_why() -> None:
+    plain, whole = with_model(manifests(engine="p-0"), speculative=""), drafting("p-0")
+    assert not_moved((), plain[0]) == ""
+    assert not_moved({"a"}, plain[0]) == "1 layer of the drafter is not moved: engine p-0 does not draft"
+    two = "2 layers of the drafter are not moved: engine p-0 has their caches in groups of another kind"
+    assert not_moved({"a", "b"}, whole[0]) == two
+    for source, destination, told in (
+        (plain, drafting(), not_moved({DRAFTED}, plain[0])),
+        (whole, windowed(drafting()), not_moved({DRAFTED}, whole[0])),
+        (whole, drafting(), ""),
+        (drafting("p-0"), with_model(manifests(tp=2), speculative=""), ""),  # it is prefill that drafts
+    ):
+        assert explain_pair(source, destination, 16, 0).not_moved == told
+    refused = explain_pair(with_model(plain, dtype="float16"), drafting(), 16, 0)
+    assert not refused.check.allowed and refused.not_moved == ""

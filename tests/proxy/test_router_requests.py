@@ -88,7 +88,8 @@ async def test_what_is_not_handed_over_is_told_in_the_form_of_an_error(
     where = bench.url.replace("/v1/completions", path)
     async with bench.client.request(method, where, json={"input": "x"}) as response:
         assert response.status == status
-        assert "are handed over" in (await response.json())["error"]["message"]
+        says = (await response.json())["error"]["message"]
+        assert "are handed over" in says and "computes the whole prompt: nothing is handed over there" in says
 
 
 @over_bench

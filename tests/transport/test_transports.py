@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +20,9 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl import bindings
-from vllm_pd_connector.transport.nixl.agents import Library, ours
+from vllm_pd_connector.transport.nixl.agents import Agent, Library, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, described
+from vllm_pd_connector.transport.ranges import Ranges
 from vllm_pd_connector.transport.registry import create, names
 
 SIZE = 1 << 16
@@ -121,6 +123,84 @@ def test_agents_that_post_have_a_progress_thread_where_it_is_asked_for(asked: bo
     for threaded in (True, False):
         library.start(threaded=threaded)
     assert made == [True, posting]
+
+
+class BackendError(Exception):
+    """NIXL's."""
+
+
+class Unmet:
+    """NIXL that takes no peer, and any memory."""
+
+    DRAM_SEG, VRAM_SEG = 0, 1
+
+    def __init__(self) -> None:
+        self.nixlBackendError = BackendError
+
+    def nixlRegDList(self, kind: int, described: list[tuple[int, int, int, bytes]]) -> object:
+        return described
+
+    def registerMem(self, *_: object) -> None:
+        return
+
+    def invalidateRemoteMD(self, name: str) -> None:
+        return
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes:
+        raise BackendError("NIXL_ERR_BACKEND")
+
+
+def library_of(monkeypatch: pytest.MonkeyPatch, options: NixlOptions) -> Library:
+    monkeypatch.setattr("vllm_pd_connector.transport.nixl.agents.bindings", Unmet)
+    return Library(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "named"),
+    [
+        ({}, None, True),
+        ({"ucx": {"TLS": "tcp"}}, None, True),
+        ({}, "eth0", False),
+        ({"ucx": {"NET_DEVICES": "eth0"}}, None, False),
+        ({"backend_options": {"engine_config": "TLS=tcp,NET_DEVICES=eth0"}}, None, False),
+        ({"backend": "LIBFABRIC"}, None, False),
+    ],
+)
+def test_a_peer_that_is_not_taken_names_the_interfaces_where_nobody_chose_them(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: str | None, named: bool
+) -> None:
+    """Hosts with a live docker0 have its address twice, and UCX may choose it."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if environment:
+        monkeypatch.setenv("UCX_NET_DEVICES", environment)
+    library = library_of(monkeypatch, msgspec.convert(options, NixlOptions))
+    with pytest.raises(TransferError, match="adding agent pd-1: NIXL_ERR_BACKEND") as refusal:
+        library.join(Agent("pd-0", library.nixl), "pd-1", b"pd-1")
+    assert ("UCX_NET_DEVICES is not set" in str(refusal.value)) == named
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "warned"),
+    [
+        ({"progress_thread": True}, "cuda", 1),
+        ({"progress_thread": True}, "cpu", 0),
+        ({}, "cuda", 0),
+        ({"progress_thread": True, "backend": "LIBFABRIC"}, "cuda", 0),
+    ],
+)
+def test_a_progress_thread_of_ucx_beside_a_gpu_s_memory_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    device: str,
+    warned: int,
+) -> None:
+    library = library_of(monkeypatch, msgspec.convert(options, NixlOptions))
+    ranges = Ranges.of([Segment(address=1 << 30, length=SIZE, device=device, device_id=0)], "this worker")
+    for _ in range(2):
+        library.register(Agent("pd-0", library.nixl), ranges)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warned and all("transport_options.progress_thread" in one for one in told)
 
 
 def test_an_error_of_nixl_holds_no_frame_and_so_no_agent() -> None:

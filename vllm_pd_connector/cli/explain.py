@@ -84,6 +84,7 @@ def as_json(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Expl
         "tokens": found.tokens,
         "mode": "push" if found.push else "pull",
         "run_cost": found.run_cost,
+        "not_moved": found.not_moved,
         "movements": [asdict(movement) for movement in found.movements],
     }
 
@@ -150,6 +151,8 @@ def as_text(
     fewest = sum(m.neighbouring_runs for m in found.movements)
     fresh = "" if recorded else f", or {fewest} where blocks are neighbours (a fresh cache)"
     lines += ["", f"in all: {moved} bytes in {runs} runs{fresh}; a run counts as {found.run_cost} bytes"]
+    if found.not_moved:
+        lines.append(found.not_moved)
     if converted:
         saved = sum(m.unconverted_runs for m in converted)
         lines.append(f"conversion makes {sum(m.runs for m in converted)} runs of about {saved}")

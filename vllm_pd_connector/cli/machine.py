@@ -32,6 +32,7 @@ PACKAGES: Final = (
 )
 SMALL_SHM_BYTES: Final = 1 << 30
 _SYS_PTRACE, _IPC_LOCK = 19, 14
+_DEVICES = "UCX_NET_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,14 @@ class Finding:
 def findings(root: Path = Path("/")) -> Iterator[Finding]:
     """Of this machine; `root` is where its `proc`, `sys` and `dev` are."""
     yield from _software()
+    by_nixl = not _refusal("nixl")
     rdma = list(_active_rdma(root / "sys/class/infiniband"))
     opens = any(os.access(one, os.R_OK | os.W_OK) for one in (root / "dev/infiniband").glob("uverbs*"))
-    yield _network(root / "sys/class/net")
+    interfaces = _active_interfaces(root / "sys/class/net")
+    yield _network(interfaces, by_nixl)
     yield _rdma(rdma, opens)
-    yield _ways(rdma, opens)
+    active = [*(one.name for one in interfaces), *(port.split()[0] for port in rdma)]
+    yield _ways(rdma, opens, active if by_nixl else None)
     yield _shared_memory(root / "dev/shm")
     yield from _rights(root / "proc", bool(rdma))
     yield _gpus(root / "proc", bool(rdma))
@@ -70,11 +74,18 @@ def _software() -> Iterator[Finding]:
     for name in registry.names():
         if name == registry.IN_ONE_PROCESS:
             continue
-        try:
-            registry.check(name, use=Use(serves=False))  # whom it serves is for its configuration to say
-            yield Finding(f"transport {name}", "good", "is installed; its library is loaded when an instance starts")
-        except InvalidConfig as error:
-            yield Finding(f"transport {name}", "note", " ".join(str(error).split()))
+        says = _refusal(name)
+        good = "is installed; its library is loaded when an instance starts"
+        yield Finding(f"transport {name}", "note" if says else "good", says or good)
+
+
+def _refusal(transport: str) -> str:
+    """Why instances here cannot have it; empty if they can."""
+    try:
+        registry.check(transport, use=Use(serves=False))  # whom it serves is for its configuration to say
+    except InvalidConfig as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def _active_rdma(devices: Path) -> Iterator[str]:
@@ -83,14 +94,33 @@ def _active_rdma(devices: Path) -> Iterator[str]:
             yield f"{port.parent.parent.name}:{port.name} ({_read(port / 'rate')})"
 
 
-def _network(interfaces: Path) -> Finding:
-    up = []
-    for one in sorted(interfaces.iterdir()) if interfaces.is_dir() else ():
-        if one.name != "lo" and _read(one / "operstate") in ("up", "unknown"):
+def _active_interfaces(interfaces: Path) -> list[Path]:
+    every = sorted(interfaces.iterdir()) if interfaces.is_dir() else ()
+    return [one for one in every if _read(one / "operstate") in ("up", "unknown")]
+
+
+def _network(interfaces: list[Path], by_nixl: bool) -> Finding:
+    up, bridges = [], []
+    for one in interfaces:
+        if one.name != "lo":
             speed = _read(one / "speed")
             known = f", {speed} Mb/s" if speed.isdigit() else ""
             up.append(f"{one.name} (mtu {_read(one / 'mtu')}{known})")
-    return Finding("network", "good" if up else "note", ", ".join(up) or "no interface is up but loopback")
+            bridges += [one.name] if (one / "bridge").exists() else []
+    says = ", ".join(up) or "no interface is up but loopback"
+    if bridges and by_nixl and _named_devices() is None:
+        says += (
+            f"; {' and '.join(bridges)} {'is a bridge' if len(bridges) == 1 else 'are bridges'}, on which other hosts "
+            "have the same addresses: UCX may choose it; set UCX_NET_DEVICES=<interface of side_channel_host>"
+        )
+        return Finding("network", "note", says)
+    return Finding("network", "good" if up else "note", says)
+
+
+def _named_devices() -> list[str] | None:
+    """What UCX is told to take, None for all."""
+    told = os.environ.get(_DEVICES, "all")
+    return None if told == "all" else told.split(",")
 
 
 def _rdma(rdma: list[str], opens: bool) -> Finding:
@@ -106,8 +136,18 @@ def _rdma(rdma: list[str], opens: bool) -> Finding:
     return Finding("RDMA", "good", ", ".join(rdma))
 
 
-def _ways(rdma: list[str], opens: bool) -> Finding:
-    given = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key in ("UCX_TLS", "UCX_NET_DEVICES")]
+def _ways(rdma: list[str], opens: bool, active: list[str] | None) -> Finding:
+    """`active`: the devices and interfaces that UCX finds; None where nobody would take it."""
+    named = _named_devices() or []
+    # UCX takes names as they are, blanks too (1.23, seen); "^a,b" leaves these out, "a[0-3]" are four.
+    wanted = [] if named[:1] and named[0].startswith("^") else [one for one in named if "[" not in one]
+    if active is not None and (missing := [repr(one) for one in wanted if one not in active]):
+        says = (
+            f"{_DEVICES}={','.join(named)}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not here or "
+            f"not active; NIXL does not start where none is. There are {', '.join(active) or 'none'}"
+        )
+        return Finding("UCX", "bad", says)
+    given = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key in ("UCX_TLS", _DEVICES)]
     if given:
         return Finding("UCX", "note", f"chooses among what {' and '.join(given)} leaves it")
     between = "TCP, for there is no RDMA"

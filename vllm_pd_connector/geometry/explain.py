@@ -21,7 +21,7 @@ from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.sharding import describe_rank
 from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, chunks, run_count, split
-from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
+from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology, not_moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,13 +74,14 @@ class Movement:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """A verdict and, if the pair is allowed, all that moves for a request of `tokens` tokens, by pull or push, where a
-    run costs as much as `run_cost` bytes."""
+    run costs as much as `run_cost` bytes. `not_moved` says which layers of decode stay unfilled, and why."""
 
     check: TopologyCheck
     tokens: int
     movements: tuple[Movement, ...]
     push: bool = False
     run_cost: int = RUN_COST_BYTES
+    not_moved: str = ""
 
 
 def explain_pair(
@@ -154,15 +155,19 @@ def _explain(
     check: TopologyCheck, prefill: Sequence[Manifest], decode: Sequence[Manifest], request: _Request
 ) -> Explanation:
     movements: list[Movement] = []
+    unfilled: set[str] = set()
     try:
         for manifest in decode if check.allowed else ():
-            for edge in make_plan(manifest, prefill).edges:
+            plan = make_plan(manifest, prefill)
+            unfilled |= plan.unfilled
+            for edge in plan.edges:
                 movements += _edge(edge, request)
     except IncompatiblePeer as error:
         check, movements = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences), []
     except BindError as error:  # instances that would be paired, but not for this request
         check, movements = TopologyCheck(TopologyStatus.DENY, str(error)), []
-    return Explanation(check, len(request.tokens), tuple(movements), request.push, request.run_cost)
+    told = not_moved(unfilled, prefill[0]) if check.allowed else ""
+    return Explanation(check, len(request.tokens), tuple(movements), request.push, request.run_cost, told)
 
 
 def _capacity(group: Group) -> int:

@@ -39,7 +39,7 @@ from vllm_pd_connector.geometry.sharding import (
 from vllm_pd_connector.geometry.validate import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 
 MAX_UNLIKE = 8
@@ -251,6 +251,19 @@ def drafted_alone(own: Sequence[Manifest], peer: Sequence[Manifest]) -> frozense
     there = {t.layer: m.groups[t.group].kind for m in peer for t in m.tensors} if drafted else {}
     drafts = bool(peer[0].model.speculative)  # a layer that it then lacks is another drafter's
     return frozenset(layer for layer, kind in drafted if there.get(layer, kind if drafts else None) is not kind)
+
+
+def not_moved(layers: Collection[str], source: Manifest) -> str:
+    """What people are told of the layers that a plan from this instance leaves unfilled, "" of none: answers are right
+    without them, and a drafter that begins without its past guesses less well."""
+    if not layers:
+        return ""
+    several = len(layers) > 1
+    why = "has their caches in groups of another kind" if source.model.speculative else "does not draft"
+    return (
+        f"{len(layers)} {'layers' if several else 'layer'} of the drafter {'are' if several else 'is'} not moved: "
+        f"engine {source.engine_id} {why}"
+    )
 
 
 def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:

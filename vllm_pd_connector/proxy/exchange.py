@@ -371,7 +371,11 @@ async def not_here(request: web.Request) -> web.Response:
     """The answer to a path that is not handed over, or to a method that its path does not have."""
     names = {resource.canonical for resource in request.app.router.resources()}
     status = 405 if request.path in names else 404
-    said = "POST /v1/completions and /v1/chat/completions are handed over; anything else an instance is asked itself"
+    said = (
+        "POST /v1/completions and /v1/chat/completions are handed over; anything else an instance is asked itself, "
+        "which then computes the whole prompt: nothing is handed over there (/v1/messages, /v1/responses, "
+        "/inference/v1/generate), unless a gateway does so with kv_transfer_params"
+    )
     return error_response(status, f"{request.method} {request.path:.200}: {said}")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, net_devices, translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +64,7 @@ class Library:
         self._ending: list[threading.Thread] = []
         self._unended: list[Callable[[], None]] = []
         self._meeting: Meeting | None = None
+        self._warned = False
 
     def start(self, *, threaded: bool) -> Agent:
         """An agent with no memory. `threaded`: it has a progress thread, which options may give to all.
@@ -92,12 +93,22 @@ class Library:
             columns = (ranges.start[index], (ranges.stop - ranges.start)[index], ranges.device[index])
             described = [(*row, b"") for row in zip(*(column.tolist() for column in columns), strict=True)]
             if described:
+                self._warn(cuda)
                 hint = " (RDMA devices reach it with the kernel module nvidia-peermem or with DMA-BUF)" if cuda else ""
                 what = f"registering {len(described)} segments of {'cuda' if cuda else 'cpu'} memory{hint}"
                 with self.translated(what):
                     descriptors = self.nixl.nixlRegDList(kind, described)
                     agent.library.registerMem(descriptors, [])
                 agent.registered.append(descriptors)
+
+    def _warn(self, cuda: bool) -> None:
+        """NIXL's thread of an agent that posts was seen to end in cuEventQuery (nixl#2102)."""
+        if cuda and self.options.progress_thread and self.options.backend == "UCX" and not self._warned:
+            self._warned = True
+            logger.warning(
+                "transport_options.progress_thread is true with backend UCX and caches on a GPU: NIXL's thread may end "
+                "the process (SIGSEGV in cuEventQuery), and UCX needs none; leave it out"
+            )
 
     def meet(self, agent: Agent, name: str, metadata: bytes) -> bool:
         """Begin to `load` an agent's first peer in a thread of its own; whether `load` is due. Later ones take 1 ms,
@@ -130,11 +141,20 @@ class Library:
                     self._forget(agent, name)
                 raise TransferError(
                     f"adding agent {name}: {error}; its process ended, it cannot be reached from here, or the two "
-                    "sides run different versions of NIXL or different UCX settings",
+                    f"sides run different versions of NIXL or different UCX settings{self._interfaces()}",
                     retryable=isinstance(error, self.nixl.nixlBackendError),
                 ) from error
             agent.lost.discard(name)
         agent.peers[name] += 1
+
+    def _interfaces(self) -> str:
+        """Where nobody says which interfaces to take, UCX takes a bridge of containers for a way, too."""
+        if self.options.backend != "UCX" or net_devices(self.options, os.environ):
+            return ""
+        return (
+            ". UCX_NET_DEVICES is not set: UCX may have taken an interface that does not lead there, as docker0; "
+            "set it on both sides to the interface of side_channel_host"
+        )
 
     def leave(self, agent: Agent, name: str) -> None:
         """Count a connection out; with the last of a peer's the agent forgets it."""

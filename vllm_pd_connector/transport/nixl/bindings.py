@@ -70,6 +70,13 @@ def described(options: NixlOptions, environment: Mapping[str, str]) -> str:
     return " ".join((f"nixl {options.backend}", *ways))
 
 
+def net_devices(options: NixlOptions, environment: Mapping[str, str]) -> str:
+    """The interfaces and devices that UCX is to take, "" if nobody says."""
+    engine = options.backend_options.get("engine_config", "").split(",")
+    given = next((one.partition("=")[2] for one in engine if one.startswith("NET_DEVICES=")), "")
+    return environment.get("UCX_NET_DEVICES") or options.ucx.get("NET_DEVICES") or given
+
+
 def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> dict[str, str]:
     """Parameters for createBackend: `backend_options`, with `ucx` and the TCP segment size as UCX's engine_config.
 

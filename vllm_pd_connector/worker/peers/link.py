@@ -17,11 +17,11 @@ import msgspec
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
-from vllm_pd_connector.geometry.topology import TopologyCheck, checking
+from vllm_pd_connector.geometry.topology import TopologyCheck, checking, not_moved
 from vllm_pd_connector.transport.base import is_met
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.protocol.peer import Peer
@@ -151,6 +151,11 @@ def over(transport: Transport, local: Manifest) -> str:
     """What moves the bytes, and of which memory, for the log: a transport may say it itself (`over`)."""
     places = {f"{s.device}:{s.device_id}" if s.device != "cpu" else s.device for s in local.segments}
     return f"{getattr(transport, 'over', transport.name)}, {' and '.join(sorted(places))} memory"
+
+
+def verdict(check: TopologyCheck, unfilled: Collection[str], source: Manifest, moves: str) -> str:
+    """What came of a handshake, for the log; `unfilled` are the layers that no rank of the prefill instance has."""
+    return ", ".join(filter(None, (str(check.status), moves, not_moved(unfilled, source))))
 
 
 def with_weights(manifest: Manifest, name: str) -> Manifest:

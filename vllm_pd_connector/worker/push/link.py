@@ -24,7 +24,7 @@ from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
 from vllm_pd_connector.geometry.plan import Edge, planning
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
-from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
+from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of, verdict
 from vllm_pd_connector.worker.push.waves import of_layers
 
 if TYPE_CHECKING:
@@ -104,8 +104,11 @@ class WriteLink(PeerLink):
             yield
         remote, check = yield from self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
         self.run_cost = run_cost_of(transport)
+        unfilled: set[str] = set()
         for destination in remote:
-            edge = (yield from planning(destination, ours)).edge(local.parallel.rank)
+            plan = yield from planning(destination, ours)
+            unfilled |= plan.unfilled
+            edge = plan.edge(local.parallel.rank)
             rank = destination.parallel.rank
             if edge is not None:
                 yield from self._meeting(transport, rank, destination.endpoint)
@@ -118,7 +121,8 @@ class WriteLink(PeerLink):
             any(staged.pairings for _, staged in (*edges.growing, *edges.ending))
             for edges in filter(None, self.outgoing.values())
         )
-        return f"{check.status}, writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
+        moves = f"writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
+        return verdict(check, unfilled, local, moves)
 
     def disconnect(self, transport: Transport) -> None:
         """See `PeerLink`."""

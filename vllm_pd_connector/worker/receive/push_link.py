@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.geometry.plan import Plan, planning
-from vllm_pd_connector.worker.peers.link import PeerLink
+from vllm_pd_connector.worker.peers.link import PeerLink, verdict
 
 if TYPE_CHECKING:
     from vllm_pd_connector.bounded import Pieces
@@ -33,7 +33,7 @@ class AskLink(PeerLink):
         cannot = "decode engine {} cannot be written into by prefill engine {}"
         remote, check = yield from self._accept(local, local, cannot)
         self.plan = yield from planning(local, remote)  # as each rank there makes it: it tells what is written here
-        return f"{check.status}, writes here"
+        return verdict(check, self.plan.unfilled, remote[0], "writes here")
 
     def disconnect(self, transport: Transport) -> None:
         """See `PeerLink`."""

@@ -9,7 +9,7 @@ from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pa
 from vllm_pd_connector.geometry.plan import Edge, Plan, planning
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
-from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
+from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,8 @@ class ReadLink(PeerLink):
         # Together: a self-test of the connection before this one may still end and bring a cost of its own.
         self.plan, self.chunk_bytes, self.edges, self.run_cost = plan, chunk_bytes, tuple(edges), run_cost
         converted = sum(bool(staged.pairings) for _, staged in self.edges)
-        return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
+        moves = f"reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
+        return verdict(check, plan.unfilled, remote[0], moves)
 
     def use_run_cost(self, run_cost: int) -> None:
         """Choose anew what is read directly, while connected; requests that were bound go on as they began."""
