@@ -249,8 +249,7 @@ class Watch:
 class Watches:
     """`ProcessWatches` of workers in this process."""
 
+    losses = 0
+
     def watch(self, life: Any, now: float) -> Watch:
         return Watch(life.name)
-
-    def take_lost(self) -> bool:
-        return False

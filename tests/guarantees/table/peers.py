@@ -72,6 +72,16 @@ GUARANTEES = [
         "test_a_suspicion_that_is_confirmed_disconnects",
     ),
     Guarantee(
+        "the memory of a peer whose process has ended is let go of though nobody asks for it",
+        "Links", "if reason := link.ended():", "if False:",
+        "test_a_peer_that_is_killed_is_let_go_of_without_a_request",
+    ),
+    Guarantee(
+        "a peer whose lines were reset is kept",
+        "ProcessWatch", "return self._closed_at if self._direct and not self.here else None", "return self._dialled_at if self.lost else None",
+        "test_a_peer_whose_lines_were_reset_is_kept_and_watched_again",
+    ),
+    Guarantee(
         "attempts back off",
         "Backoff", "self.base_s * 2.0 ** min(failures - 1, 60)", "self.base_s",
         "test_the_back_off_is_capped_and_spread",

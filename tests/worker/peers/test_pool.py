@@ -97,7 +97,8 @@ def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
     used = {"held": True}
     user = SimpleNamespace(uses=lambda link: used["held"], lost=lambda *_: None)
     nothing: Any = SimpleNamespace()
-    shared: Any = Config(), nothing, nothing, 0, nothing, nothing, EventQueue(), user
+    processes: Any = SimpleNamespace(losses=0)
+    shared: Any = Config(), nothing, nothing, 0, nothing, processes, EventQueue(), user
     links = Links(*shared, lambda *_: None, ReadLink)
     key = PeerKey("127.0.0.1", 5600, "a" * 32)
     link = links.get(key, "p-0", 0.0)

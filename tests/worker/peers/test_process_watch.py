@@ -85,11 +85,12 @@ def test_a_process_that_ended_is_over_when_what_it_sent_has_arrived(mine, monkey
     other = made()
     watch = mine.watch(other.own, time.monotonic())
     until(lambda: looked(watch).here, "the line")
-    assert not watch.closed and not watch.over
+    assert not watch.closed and not watch.over and watch.ended_at is None
     began = time.monotonic()
     other.close()
     until(lambda: looked(watch).over, "its end")
     assert time.monotonic() - began >= process_watch.SETTLE_S and watch.closed and not watch.here
+    assert watch.ended_at is not None and watch.ended_at >= began
     assert "has ended" in str(watch)
 
 
@@ -100,7 +101,7 @@ def test_a_closed_line_that_is_answered_again_was_closed_by_somebody_in_between(
     with worker.take(watch):
         until(lambda: looked(watch).here, "the next line")
         until(lambda: time.monotonic() > watch._dialled_at + 2 * process_watch.SETTLE_S, "the time for an end")
-        assert not looked(watch).over and not watch.closed
+        assert not looked(watch).over and not watch.closed and watch.ended_at is None
 
 
 def test_a_reset_and_refusals_are_no_end(mine, worker):
@@ -112,7 +113,7 @@ def test_a_reset_and_refusals_are_no_end(mine, worker):
     until(lambda: looked(watch).lost, "the reset")
     dialled = watch._dialled_at
     until(lambda: looked(watch)._dialled_at > dialled + 2 * process_watch.SETTLE_S and watch.lost, "refusals")
-    assert not watch.closed and not watch.over
+    assert not watch.closed and not watch.over and watch.ended_at is None
 
 
 @pytest.mark.parametrize("failure", [errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.ENETDOWN, errno.EPERM])
@@ -152,9 +153,11 @@ def test_what_a_proxy_closes_is_no_end_though_it_is_dialled_in_vain(mine):
         until(lambda: looked(watch).here, "the line")
         assert mine.watch(other.own, time.monotonic()) is not watch
         proxy.close()
-        until(lambda: looked(watch).closed, "the end of the line")
+        until(lambda: watch.closed, "the end of the line")
+        assert watch.ended_at is None
         dialled = watch._dialled_at
         until(lambda: looked(watch)._dialled_at > dialled + 3 * process_watch.SETTLE_S and watch.lost, "refusals")
+        assert watch.ended_at is None
         assert watch.closed and not watch.over and "proxy in between" in str(watch)
 
 

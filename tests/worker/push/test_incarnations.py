@@ -14,17 +14,15 @@ from tests.support.ports import free_port
 from tests.support.worker.decode_instance import in_its_thread, lacking, set_faults, until
 from tests.support.worker.writer import CONFIG, Target, Writer, freed, hold_writes, pushed, whole, writes
 from vllm_pd_connector.geometry.manifest import Manifest
-from vllm_pd_connector.protocol.peer import PeerState
 from vllm_pd_connector.protocol.wire.push_messages import WithdrawPush
 
 
 def test_the_first_request_after_a_prefill_instance_was_restarted_is_served(target: Target) -> None:
-    with contextlib.closing(Writer(CONFIG, free_port())) as first:
-        assert pushed(first, target)
-        freed(first, "a")
-        port = first.server.port
-    [link] = target.loop._receives._asked._links.values()
-    until(lambda: link.machine.state is PeerState.DEAD, "the word that it leaves")
+    first = Writer(CONFIG, free_port())
+    assert pushed(first, target)
+    freed(first, "a")
+    port = first.server.port
+    target.hear_the_end_of(first)
     with contextlib.closing(Writer(CONFIG, port)) as second:
         assert pushed(second, target, "e", "b")
         assert whole(target.worker.memory, target.expected())

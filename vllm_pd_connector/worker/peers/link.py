@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -135,6 +136,14 @@ class PeerLink(ABC):
     def watch_of(self, peer: TransportPeer) -> ProcessWatch | None:
         """The watch of a connected rank."""
         return next((self.watches.get(rank) for rank, connected in self.ranks.items() if connected is peer), None)
+
+    def ended(self) -> str:
+        """Whose process has ended, in all likelihood, since the peer was connected, in words; empty if nobody's."""
+        connected_at = self.handshake[0] if self.handshake is not None else inf
+        for watch in self.watches.values():
+            if watch is not None and watch.ended_at is not None and watch.ended_at >= connected_at:
+                return f"its worker at {watch.life.address} port {watch.life.port} has ended or closed its transport"
+        return ""
 
     def deserted(self, now: float) -> str:
         """Why nothing new may be begun on this link though nobody has said that it is cut; empty if it may."""

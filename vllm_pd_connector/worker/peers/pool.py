@@ -12,7 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Generic
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import (
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.peers.event_queue import EventQueue
-    from vllm_pd_connector.worker.peers.link import PeerLink
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
+    from vllm_pd_connector.worker.peers.user import User
     from vllm_pd_connector.worker.rpc import PendingCalls
 
 logger = init_logger(__name__)
@@ -54,27 +54,6 @@ MAX_LINKS = 1024
 
 # An endpoint of the library that is being made is asked for again after this time.
 _REMAKE_S = 0.5
-
-
-class User(Protocol):
-    """The owner of the requests that need links. All but `uses` are called as an event of the queue, so that no
-    machine is half way through its actions; what comes of it for a link goes to `Links.drive`."""
-
-    def ready(self, request_id: str, now: float) -> None:
-        """The link of this request, which was `Wanted`, is ready."""
-
-    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
-        """The link of this request, which was `Wanted`, cannot be had."""
-
-    def lost(self, link: PeerLink, reason: str, now: float) -> None:
-        """A link was cut; what may still write does. Requests that still wait for the link are not concerned; they are
-        started or refused."""
-
-    def stalled(self, link: PeerLink, reason: str, now: float) -> None:
-        """The peer of this link is well and is linked anew, because what was begun on it stands still."""
-
-    def uses(self, link: PeerLink) -> bool:
-        """Whether a request holds this link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +112,7 @@ class Links(Generic[LinkKind]):
         self._connecting = Connecting(transport, self._pieces, config.handshake_timeout)
         self._given_up: list[_GivenUp[LinkKind]] = []
         self._due = Earliest()
+        self._losses = processes.losses
 
     def get(self, key: PeerKey, engine_id: str, now: float, *, same_weights: bool = False) -> LinkKind:
         """The link to this incarnation of this engine, made if there is none.
@@ -215,9 +195,13 @@ class Links(Generic[LinkKind]):
         self._due.lower(entry.due)
 
     def tick(self, now: float) -> None:
-        """What is due: peers to be connected, retries, probes, the removal of links that nobody has used for long."""
+        """What is due: peers to be connected, retries, probes, the removal of links to who has ended, and of those that
+        nobody has used for long."""
         for link, arrived, result in self._connecting.go_on():
             self._events.put(partial(self._tried, link, arrived, result, now))
+        if self._losses != (losses := self._processes.losses):
+            self._losses = losses
+            self._let_go_of_ended(now)
         if not self._due.over(now):
             return
         for entry in [entry for entry in self._given_up if entry.due <= now]:
@@ -391,7 +375,20 @@ class Links(Generic[LinkKind]):
             if self._user.uses(link):
                 link.used_at = now if not oldest else link.used_at
                 continue
-            self.drive(link, peers.Dismissed("not used for long"), now)
-            del self._links[key]
+            self._remove(key, "not used for long", now)
             if oldest:
                 return
+
+    def _let_go_of_ended(self, now: float) -> None:
+        """Disconnect whose process has ended, also where nobody wants it: a library may keep its memory mapped, which
+        its next life lacks. This needs no proof and ends no quarantine: one that lives all the same is linked anew for
+        the next request."""
+        for key, link in list(self._links.items()):
+            if reason := link.ended():
+                self.drive(link, peers.Lost(reason), now)
+                if not self._user.uses(link):
+                    self._remove(key, reason, now)
+
+    def _remove(self, key: tuple[PeerKey, str, bool], reason: str, now: float) -> None:
+        self.drive(self._links[key], peers.Dismissed(reason), now)
+        del self._links[key]

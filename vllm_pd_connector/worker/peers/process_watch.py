@@ -86,6 +86,14 @@ class ProcessWatch:
         return self._over or told or self._closed_at is not None
 
     @property
+    def ended_at(self) -> float | None:
+        """When an open link was closed from there with nothing in between that might have done it, by the monotonic
+        clock; None if it was not, or is open again."""
+        if self._link is not None and self._link.closed_at is not None:
+            return self._link.closed_at if self._link.direct is not False else None
+        return self._closed_at if self._direct and not self.here else None
+
+    @property
     def over(self) -> bool:
         """Whether nothing that the process had begun can arrive any more; for ever."""
         return self._over
@@ -141,7 +149,8 @@ def has_ended(watch: ProcessWatch | None, transport: Transport, peer: TransportP
 
 
 class ProcessWatches:
-    """This worker's own life, and the watches of others. Lives in the transfer thread.
+    """This worker's own life, and the watches of others. Lives in the transfer thread. `losses` counts links that were
+    lost: where it has grown, there may be something to see.
 
     Args:
         address: where to listen, and so be dialled.
@@ -153,7 +162,7 @@ class ProcessWatches:
 
     def __init__(self, address: Address, wake: Callable[[], None]) -> None:
         name = f"{SAYS}{secrets.token_hex(16)}"
-        self._wake, self._lost = wake, False
+        self._wake, self.losses = wake, 0
         self._hub = LivenessHub(str(address), name, lost=self._hear)
         self.own = LivenessAddress(str(address), self._hub.port, name)
         self._watches: dict[LivenessAddress, ProcessWatch] = {}  # a name alone is what any instance may say
@@ -168,13 +177,8 @@ class ProcessWatches:
         watch.look(now)
         return watch
 
-    def take_lost(self) -> bool:
-        """Whether a link was lost since this was called last: there may be something to see before LOOK_S are over."""
-        lost, self._lost = self._lost, False
-        return lost
-
     def _hear(self) -> None:
-        self._lost = True
+        self.losses += 1
         self._wake()
 
     def tick(self, now: float) -> None:

@@ -80,7 +80,7 @@ class PushSetup:
 
 
 class Pushes:
-    """See the module. Lives in the transfer thread; it is the `peers.pool.User` of the links to decode instances.
+    """See the module. Lives in the transfer thread; it is the `peers.user.User` of the links to decode instances.
 
     Args:
         stager: carries out what goes by way of the staging buffer; whoever polls it brings its results to `staged`.
@@ -241,7 +241,7 @@ class Pushes:
             elif command.attempt.hex() in self._pushes:  # else it was forgotten, may still write, and is not refused
                 self._cancel(command.attempt, reason, now)
 
-    # What becomes of links (`peers.pool.User`)
+    # What becomes of links (`peers.user.User`)
 
     def ready(self, request_id: str, now: float) -> None:
         """The decode instance is connected."""

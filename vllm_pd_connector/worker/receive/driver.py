@@ -55,7 +55,7 @@ logger = init_logger(__name__)
 
 
 class Receives:
-    """See the module. Lives in the transfer thread; it is the `peers.pool.User` of the links to prefill instances.
+    """See the module. Lives in the transfer thread; it is the `peers.user.User` of the links to prefill instances.
 
     Args:
         manifest: this worker's, without the endpoint.
@@ -255,7 +255,7 @@ class Receives:
                 self._outbox.drained(active.request.request_id)
         self._active.clear()
 
-    # What becomes of links (`peers.pool.User`)
+    # What becomes of links (`peers.user.User`)
 
     def ready(self, request_id: str, now: float) -> None:
         """Its peer is ready: it is bound in its turn."""

@@ -74,7 +74,7 @@ class PushRequester:
         self._drive = drive
         self._groups = groups
         self._due = due
-        self._processes, self._looked_at = processes, -inf
+        self._processes, self._looked_at, self._losses = processes, -inf, 0
         self._asked_for: dict[ActiveReceive, None] = {}  # what somebody may write
         self._drains = False
         self._windowed = frozenset(i for i, group in enumerate(groups) if group.window)
@@ -125,9 +125,10 @@ class PushRequester:
 
     def tick(self, now: float) -> None:
         """Fail or end pushes by what is known of the processes that may write."""
-        if not self._asked_for or not (self._processes.take_lost() or now >= self._looked_at + LOOK_S):
+        losses = self._processes.losses
+        if not self._asked_for or (losses == self._losses and now < self._looked_at + LOOK_S):
             return
-        self._looked_at = now
+        self._looked_at, self._losses = now, losses
         watches = {watch for active in self._asked_for for watch in active.watches}  # most are many pushes'
         for watch in watches:
             watch.look(now)
