@@ -148,7 +148,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         """Open the side channel with every rank's manifest.
 
         Raises:
-            InvalidConfig: what the workers gave is another connector's (MultiConnector passes on the first's alone).
+            InvalidConfig: what the workers gave is another connector's (MultiConnector passes on the first's alone), or
+                they are told apart by more than their pipeline stage and rank.
         """
         found = {key: meta for key, meta in metadata.items() if isinstance(meta, EncodedManifest)}
         if len(found) < len(metadata):
@@ -158,9 +159,15 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
                 "of PDConnector is needed: MultiConnector hands on that of the first connector which has any; name "
                 "PDConnector first, and no other connector that transfers caches between instances"
             )
+        if any(any(key[1:-1]) for key in found):  # of later releases: the rank of prefill context parallelism
+            raise InvalidConfig(
+                f"vLLM tells the workers apart by {max(found)}, of which the pipeline stage and the rank alone are "
+                f"known here, as vLLM {' and '.join(sorted(facts.READ))} have them; use one of those, or no prefill "
+                "context parallelism"
+            )
         workers = {
             (pipeline, context, rank): worker
-            for (pipeline, rank), meta in found.items()
+            for (pipeline, *_, rank), meta in found.items()
             for context, worker in enumerate(meta.replicas or (meta,))
         }
         ordered = [worker for _, worker in sorted(workers.items(), key=lambda item: item[0])]

@@ -188,11 +188,11 @@ def test_a_prompt_that_lacks_more_than_its_last_token_reads_what_it_lacks(produc
 def test_refused_parameters_fail_a_request_whose_prompt_is_cached(producer, consumer):
     half, pool = consumer
     prompt = PROMPT[: 2 * BLOCK + 1]
-    request = make_request("d-1", hand_over(producer, prompt=prompt) | {"surprise": 1}, prompt=prompt)
+    request = make_request("d-1", hand_over(producer, prompt=prompt) | {"remote_host": ""}, prompt=prompt)
     half.on_new_request(request)
     assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 1
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in receive.source.reason
+    assert "remote_host" in receive.source.reason
 
 
 def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_report(producer, consumer):
@@ -235,11 +235,11 @@ def test_a_prompt_of_one_token_is_computed_by_decode_where_prefill_must_leave_on
 
 def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
     half, pool = make_half("kv_consumer", spec=WINDOW)
-    request = make_request("d-1", hand_over(producer, prompt=[7]) | {"surprise": 1}, prompt=[7])
+    request = make_request("d-1", hand_over(producer, prompt=[7]) | {"remote_host": ""}, prompt=[7])
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 1
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in receive.source.reason
+    assert "remote_host" in receive.source.reason
 
 
 def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
@@ -269,7 +269,7 @@ def bad(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     [
         bad(remote_port="5600"),
         bad(remote_block_ids=[[5, 6, 7], [1]]),
-        bad(surprise=1),
+        bad(remote_host=""),
         bad(remote_num_tokens=41),
         bad(remote_num_tokens=39),
         bad(do_remote_decode=True),

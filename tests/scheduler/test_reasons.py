@@ -118,7 +118,7 @@ def test_every_refusal_is_a_kind_of_failure() -> None:
 
 def test_malformed_parameters_are_refused_as_such(producer: SchedulerHalf, consumer: Consumer) -> None:
     half, pool = consumer
-    request = make_request("d-1", hand_over(producer) | {"surprise": 1})
+    request = make_request("d-1", hand_over(producer) | {"remote_host": ""})
     assert refused_for(receive_of(half, pool, request)) is Refusal.BAD_PARAMETERS
 
 

@@ -16,6 +16,7 @@ Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`collective_rpc`, `set_weight_v
 
 from __future__ import annotations
 
+import inspect
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -125,7 +126,9 @@ def watch(operator: Operator, *, loads: bool) -> Any:
 
 
 def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
-    def reset(call: Callable[..., Any], reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+    def reset(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = _given(call, args, kwargs)
+        reset_running_requests, reset_connector = given["reset_running_requests"], given["reset_connector"]
         if reset_running_requests and _writes_on(scheduler):
             raise RuntimeError(
                 "the prefix cache was not reset, and nothing was ended for it: a step is under way that may still "
@@ -135,7 +138,7 @@ def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
         operator.resetting(forced=reset_running_requests or reset_connector)
         done = False
         try:
-            done = call(reset_running_requests, reset_connector)
+            done = call(*args, **kwargs)
         finally:
             if not done:
                 operator.not_reset()
@@ -160,22 +163,22 @@ def _watch_weights(core: Any, operator: Operator) -> None:
             operator.weights_changing(name)
         return call(method, *args, **kwargs)
 
-    def set_weight_version(call: Callable[..., Any], weight_version: str) -> Any:
-        result = call(weight_version)
-        operator.weights_named(weight_version)
+    def set_weight_version(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        operator.weights_named(_given(call, args, kwargs)["weight_version"])
         return result
 
-    def add_lora(call: Callable[..., Any], lora_request: LoRARequest) -> Any:
-        done = False
+    def add_lora(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        done, given = False, _given(call, args, kwargs)
         try:
-            done = call(lora_request)
+            done = call(*args, **kwargs)
         finally:
-            operator.adapter_loaded(lora_request, done=bool(done))
+            operator.adapter_loaded(given["lora_request"], done=bool(done))
         return done
 
-    def remove_lora(call: Callable[..., Any], lora_id: int) -> Any:
-        operator.adapter_removed(lora_id)
-        return call(lora_id)
+    def remove_lora(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        operator.adapter_removed(_given(call, args, kwargs)["lora_id"])
+        return call(*args, **kwargs)
 
     calls: list[Callable[..., Any]] = [collective_rpc, set_weight_version, add_lora, remove_lora]
     for instead in calls:
@@ -201,10 +204,12 @@ def _require_lasting_caches(core: Any) -> None:
 def _watch_pauses(core: Any, operator: Operator) -> None:
     number = 2  # of the pauses until the next resume, never `True`: vLLM carries it as `clear_cache`
 
-    def pause_scheduler(call: Callable[..., Any], mode: str = "abort", clear_cache: bool = True) -> Any:
-        take_back = operator.pausing(mode, clears=clear_cache)
+    def pause_scheduler(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = _given(call, args, kwargs)
+        clears = bool(given["clear_cache"])
+        take_back = operator.pausing(given["mode"], clears=clears)
         try:
-            return call(mode, number if clear_cache else 0)
+            return _call(call, args, kwargs, clear_cache=number if clears else 0)
         except ValueError:  # no such mode, or not in this kind of engine
             take_back()
             raise
@@ -216,7 +221,8 @@ def _watch_pauses(core: Any, operator: Operator) -> None:
         number += not core.is_scheduler_paused()
         return result
 
-    def finish_pause(call: Callable[..., Any], clear_cache: int) -> Any:
+    def finish_pause(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        clear_cache = _given(call, args, kwargs)["clear_cache"]
         # vLLM goes on to wait for a pause that was taken back before it came about, and would clear what runs then, or
         # sleep. Who asked for it is not to be told that it did: it may change weights next.
         if clear_cache and clear_cache != number:
@@ -224,24 +230,24 @@ def _watch_pauses(core: Any, operator: Operator) -> None:
                 "the pause was taken back (POST /resume or /wake_up) before it came about: nothing was cleared and the "
                 "engine goes on; pause again"
             )
-        return call(bool(clear_cache))
+        return _call(call, args, kwargs, clear_cache=bool(clear_cache))
 
-    def fall_asleep(call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if level > 0:  # before leases are ended for it
+    def fall_asleep(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _given(call, args, kwargs)["level"] > 0:  # before leases are ended for it
             _require_lasting_caches(core)
-        return call(level, *args, **kwargs)
+        return call(*args, **kwargs)
 
-    def sleep(call: Callable[..., Any], level: int = 1) -> Any:
+    def sleep(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         operator.losing_caches()
-        if level >= LOSES_WEIGHTS:
+        if (level := _given(call, args, kwargs)["level"]) >= LOSES_WEIGHTS:
             operator.weights_changing(f"sleep level {level}")
-        return call(level)
+        return call(*args, **kwargs)
 
-    def discard(call: Callable[..., Any], tags: tuple[str, ...]) -> Any:
-        if "kv_cache" in tags:
+    def discard(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if "kv_cache" in _given(call, args, kwargs)["tags"]:
             _require_lasting_caches(core)
             operator.losing_caches()
-        return call(tags)
+        return call(*args, **kwargs)
 
     _wrap(core, "pause_scheduler", pause_scheduler)
     _wrap(core, "resume_scheduler", resume_scheduler)
@@ -260,6 +266,20 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
         return instead(call, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def _given(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a method of vLLM's gets, by its names, defaults included: a later release may have more of them."""
+    bound = inspect.signature(call).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **changed: Any) -> Any:
+    """Call it so, but for these arguments."""
+    bound = inspect.signature(call).bind(*args, **kwargs)
+    bound.arguments.update(changed)
+    return call(*bound.args, **bound.kwargs)
 
 
 def will_free_blocks(scheduler: Any) -> bool:

@@ -29,7 +29,7 @@ from vllm_pd_connector.compat.conversations import note_without_blocks, spare_lo
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.compat.queues import rest_until_next_message
-from vllm_pd_connector.errors import reason_of
+from vllm_pd_connector.errors import PDConnectorError, reason_of
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.protocol.params.conversation import names_conversation
@@ -105,13 +105,19 @@ class SchedulerHalf:
 
     def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
         """The workers are ready, at the start or after a sleep: let peers fetch their manifests. `tokens` are the
-        workers' secrets, in rank order, `weights` what they have loaded."""
+        workers' secrets, in rank order, `weights` what they have loaded. Raises PDConnectorError without a pool."""
+        if self._quarantine is None:
+            raise PDConnectorError(
+                "vLLM has told of no block pool (bind_gpu_block_pool, bind_kv_cache_manager): nothing could be held"
+            )
         self.epochs.own.begin(weights)
         self.hold.listen(tokens)
         self.producer.serve(manifests, tokens)
         self.consumer.sources.home = self.producer.home
 
     def bind_block_pool(self, pool: BlockPool) -> None:
+        if self._quarantine is not None:  # vLLM tells of it by itself, with the manager, or both ways
+            return
         self._quarantine = Quarantine(pool)
         self.share.bind(self.producer.bind_block_pool(pool))
         self.epochs.pool = pool
@@ -129,6 +135,8 @@ class SchedulerHalf:
             self.epochs.was_reset()
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
+        if self._quarantine is None:
+            self.bind_block_pool(manager.block_pool)
         self._manager, self._block_tokens = manager, manager.coordinator.scheduler_block_size
         self.fills_unequal_hits = not fails_over_unequal_hits(manager)
         spare_lookups(manager, self.share.holds_back)

@@ -7,8 +7,9 @@ that fit another prompt or model than the request's. Nothing here speaks to anyb
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import computes_itself, media_names, prompt_digest, transfer_params
 from vllm_pd_connector.compat.conversations import is_text, prefix_digests
 from vllm_pd_connector.compat.model.caches import decode_backoff, prefill_backoff
@@ -22,7 +23,7 @@ from vllm_pd_connector.protocol.params.conversation import (
     parse_conversation,
     parse_named,
 )
-from vllm_pd_connector.protocol.params.parse import RemotePrefill, pairing_name, parse_remote_prefill
+from vllm_pd_connector.protocol.params.parse import RemotePrefill, pairing_name, parse_remote_prefill, unknown_fields
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push.registrations import ALIKE
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from vllm_pd_connector.metadata import Source
     from vllm_pd_connector.protocol.params.bootstrap import HostPort
 
+logger = init_logger(__name__)
+
+MAX_IGNORED: Final = 64
+
 
 class Sources:
     """See the module. `home` is where this instance's manifests are, None before they are served; `loads` and
@@ -42,6 +47,7 @@ class Sources:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters):
         self._names = adapters.name_of, media_names(vllm_config)
+        self._ignored: set[str] = set()  # unknown fields of which it was said
         self.home: InstanceAddress | None = None
         self._config = config
         self.prefills = vllm_config.kv_transfer_config.is_kv_producer
@@ -74,8 +80,10 @@ class Sources:
         Raises:
             ProtocolError: it is none, an unauthenticated peer made it, or names an instance of an unauthenticated peer.
         """
-        remote = parse_remote_prefill(transfer_params(request))
+        params = transfer_params(request)
+        remote = parse_remote_prefill(params)
         self._require_trusted(remote)
+        self._tell_ignored(params)
         return remote
 
     def are_here(self, engine_id: str) -> bool:
@@ -146,6 +154,7 @@ class Sources:
         """
         remote = parse_conversation(params)
         self._require_trusted(remote)
+        self._tell_ignored(params)
         return remote
 
     def common_prefix(self, request: Request, remote: Conversation) -> int:
@@ -219,6 +228,13 @@ class Sources:
     def _require_trusted(self, remote: RemotePrefill) -> None:
         require_signature(remote, self._secret)
         self._require_known(remote.remote_host, remote.pd_connector.server_key)
+
+    def _tell_ignored(self, params: Any) -> None:
+        """Say once of each unknown field that it is, of `MAX_IGNORED` in all: users can write them."""
+        for name in unknown_fields(params, RemotePrefill):
+            if name not in self._ignored and len(self._ignored) < MAX_IGNORED:
+                self._ignored.add(name)
+                logger.warning("kv_transfer_params: %s is not known and ignored, since pd_connector is complete", name)
 
     def _require_known(self, host: str, server_key: str | None) -> None:
         require_known_server(host, server_key, self._keys, self._config.allow_unauthenticated_peers)

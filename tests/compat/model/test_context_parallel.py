@@ -142,6 +142,18 @@ def test_ranks_that_vllm_cannot_tell_apart_are_all_served_in_their_order() -> No
     assert served == [[bytes(place) for place in ranks]]
 
 
+def test_ranks_that_a_later_vllm_tells_by_three_numbers_are_served_or_refused() -> None:
+    """Pipeline stage, prefill-context rank, tensor rank."""
+    served: list[list[bytes]] = []
+    connector: Any = object.__new__(PDConnector)
+    connector._scheduler = SimpleNamespace(serve=lambda manifests, tokens, weights: served.append(manifests))
+    told: dict[Any, Any] = {(0, 0, rank): EncodedManifest(bytes([rank]), bytes(1)) for rank in (1, 0)}
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    assert served == [[b"\0", b"\1"]]
+    with pytest.raises(InvalidConfig, match=r"tells the workers apart by \(0, 1, 0\)"):
+        connector.set_xfer_handshake_metadata_pp_aware(told | {(0, 1, 0): EncodedManifest(b"\2", bytes(1))})
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_prefill_context_ranks_of_another_node_take_the_first_one_s_engine_id(
     ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -80,7 +80,6 @@ def extra_group(good: Params) -> Params:
 
 CHANGES = [
     *(setting(field, value, field) for field, values in WRONG_TYPES.items() for value in values),
-    setting("surprise", 1, "surprise"),
     setting("do_remote_decode", True, "do_remote_decode"),
     setting("remote_engine_id", "another-engine", "'another-engine' asked for"),
     setting("remote_request_id", "cmpl-nobody-asked-for-this", "no lease of this request is known"),

@@ -166,7 +166,10 @@ REQUESTS = {
     "another connector on the prefill side": Wrong(
         "pd_connector is missing; the prefill instance does not run PDConnector", without("pd_connector")
     ),
-    "a router with fields of its own": Wrong("kv_transfer_params: unknown fields", lambda good: {**good, "hops": 1}),
+    "a router with fields of its own": Wrong(
+        "Object contains unknown field",
+        lambda good: {**good, "pd_connector": {**good["pd_connector"], "hops": 1}},
+    ),
     "another prompt on the second leg": Wrong("is not this request's (", prompt=OTHER),
 }
 

@@ -92,8 +92,6 @@ def test_fields_of_other_connectors_of_vllm_are_tolerated(key):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"router_note": 1}, "router_note"),
-        ({"remote_block_id": [[1]]}, "remote_block_id"),
         ({"remote_port": 0}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
         ({"remote_port": "5600"}, "remote_port"),
@@ -358,6 +356,7 @@ def test_a_mistake_of_a_concurrent_router_is_named(change, named):
         ({"transfer_id": "t-1"}, "3_cmpl-x-1-0123abcd", "3_t-1-1"),
         ({"transfer_id": "t-1"}, "chatcmpl-x-1-0123abcd", "t-1"),
         ({"transfer_id": "t-1"}, "x-1-0123abcd", "t-1"),
+        ({"transfer_id": "t-1"}, "chatcmpl-x_1-0123abcd", "t-1"),  # a chat of a batch, or a client's own X-Request-Id
         ({"transfer_id": "t-1"}, "cmpl-1b4e28ba-2fa1-11d2-883f-100637221427-0123abcd", "t-1"),
     ],
 )

@@ -4,7 +4,8 @@ The router sends `do_remote_decode` to the prefill instance, takes the parameter
 unchanged, to the decode instance. The fields are those of vLLM's in-tree NIXL pull connector, so that routers need
 not know us; what is our own stands under one extra key, "pd_connector". A user can write these parameters, so they
 are data of an unauthenticated peer: everything is typed and bounded, and a field that is neither ours nor known from
-vLLM is refused, because a misspelt field silently ignored is a wrong cache served. `answer` makes and signs the answer.
+vLLM is refused, because a misspelt field silently ignored is a wrong cache served; beside a whole answer of ours it was
+added on the way, and is left out. `answer` makes and signs the answer.
 
 Source: vLLM 0.32 `nixl/pull_scheduler.py` (`request_finished`), `nixl/metadata.py`, `mooncake_connector.py`.
 """
@@ -375,21 +376,22 @@ def _texts(fields: Mapping[Any, Any]) -> Iterator[str]:
             yield from (inner for inner in value.values() if isinstance(inner, str))
 
 
+def unknown_fields(fields: Mapping[Any, Any], struct: type[ParamsStruct]) -> list[str]:
+    """At most eight that neither this struct nor vLLM 0.32 has."""
+    return sorted(repr(key)[:80] for key in fields.keys() - IN_TREE_KEYS - {*struct.__struct_fields__})[:8]
+
+
 def convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
-    """Parameters as one of these structs.
+    """Parameters as one of these structs; beside an answer, which has every field, unknown ones are left out.
 
     Raises:
         ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
     """
-    known = set(struct.__struct_fields__) | IN_TREE_KEYS
-    unknown = sorted(repr(key)[:80] for key in fields if key not in known)[:8]
-    if unknown:
+    if not issubclass(struct, RemotePrefill) and (unknown := unknown_fields(fields, struct)):
         raise ProtocolError(
-            f"kv_transfer_params: unknown fields {', '.join(unknown)}; forward the prefill instance's answer unchanged "
-            "and keep a router's own data elsewhere"
+            f"kv_transfer_params: unknown fields {', '.join(unknown)}; forward the prefill instance's answer as it is"
         )
-    skipped = IN_TREE_KEYS - set(struct.__struct_fields__)
-    ours = {key: value for key, value in fields.items() if key not in skipped}
+    ours = {key: fields[key] for key in struct.__struct_fields__ if key in fields}
     try:
         for text in _texts(ours):
             text.encode()  # JSON has escapes for what is no text: a lease's name could not be made of it
