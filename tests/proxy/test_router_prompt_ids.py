@@ -53,7 +53,6 @@ IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_
 NOT_THESE: dict[str, tuple[str, dict[str, Any]]] = {
     "a completion": ("/v1/completions", {"prompt": "x"}),
     "media": ("/v1/chat/completions", IMAGE),
-    "an echo": ("/v1/chat/completions", CHAT | {"echo": True}),
     "its rendered prompt": ("/v1/chat/completions", CHAT | {"return_prompt_text": True}),
 }
 

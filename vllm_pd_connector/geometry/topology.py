@@ -258,12 +258,9 @@ def not_moved(layers: Collection[str], source: Manifest) -> str:
     without them, and a drafter that begins without its past guesses less well."""
     if not layers:
         return ""
-    several = len(layers) > 1
+    number = f"{len(layers)} layers of the drafter are" if len(layers) > 1 else "1 layer of the drafter is"
     why = "has their caches in groups of another kind" if source.model.speculative else "does not draft"
-    return (
-        f"{len(layers)} {'layers' if several else 'layer'} of the drafter {'are' if several else 'is'} not moved: "
-        f"engine {source.engine_id} {why}"
-    )
+    return f"{number} not moved: engine {source.engine_id} {why}"
 
 
 def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:

@@ -369,8 +369,7 @@ async def to_client(request: web.Request, silence: float) -> AsyncIterator[None]
 
 async def not_here(request: web.Request) -> web.Response:
     """The answer to a path that is not handed over, or to a method that its path does not have."""
-    names = {resource.canonical for resource in request.app.router.resources()}
-    status = 405 if request.path in names else 404
+    status = 405 if request.path in {one.canonical for one in request.app.router.resources()} else 404
     said = (
         "POST /v1/completions and /v1/chat/completions are handed over; anything else an instance is asked itself, "
         "which then computes the whole prompt: nothing is handed over there (/v1/messages, /v1/responses, "
@@ -389,8 +388,7 @@ async def end(task: asyncio.Task[Any]) -> None:
     """Cancel a task if it runs, and wait until it has let go of its connection."""
     # Looked at, also where this is cancelled itself, so that asyncio does not report its error as forgotten.
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    if not task.done():
-        task.cancel()
+    task.cancel()
     await asyncio.wait({task})
 
 

@@ -5,8 +5,8 @@ prefill is asked for the ids (`return_token_ids`), and decode gets them in its p
 whose releases of vLLM know the key, and take it out before a connector sees it. Where prefill did not send them well
 decode renders the chat itself.
 
-vLLM uses them for chats of text alone, and not with `echo`; what `return_prompt_text` asks for would be null. For
-completions it does not look, and the ids would go on to its engine.
+vLLM uses them for chats of text alone, and not with `echo`, of which nothing is prefilled either (`handoff`); what
+`return_prompt_text` asks for would be null. For completions it does not look, and the ids would go on to its engine.
 
 They take 36 bytes each, far more than all else of an answer, so they are kept until decode's leg is sent and no longer.
 
