@@ -181,6 +181,9 @@ class Answering:
         if isinstance(request, m.GetManifests):
             handler(m.decode_reply(self._answers[endpoint])[1], time.monotonic())  # and is silent to all else
 
+    def give_back(self, endpoint: str, make: Any, timeout_s: float) -> None:
+        """Nobody is told: see `ask`."""
+
 
 def linked_peer_bytes() -> int:
     """What a decode worker holds of a peer that it is linked to: its machine, manifests as far as they are kept, plan,

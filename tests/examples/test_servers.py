@@ -99,7 +99,7 @@ def test_a_port_that_what_was_ended_here_still_holds_is_waited_for(servers: Serv
 
 def test_one_that_ends_while_another_is_waited_for_is_told_at_once(servers: Servers) -> None:
     never = spec("never", "import time; time.sleep(600)")
-    with pytest.raises(StartError, match=r"broken ended with status 1; its log .*\nno memory"):
+    with pytest.raises(StartError, match=r"(?s)broken ended with status 1; its log .*\nno memory"):
         servers.start(never, spec("broken", "raise SystemExit('no memory')"), timeout=500.0)
 
 

@@ -73,7 +73,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "the memory of a peer whose process has ended is let go of though nobody asks for it",
-        "Links", "if reason := link.ended():", "if False:",
+        "Links", "if reason := link.ended():", "if (reason := link.ended()) and False:",
         "test_a_peer_that_is_killed_is_let_go_of_without_a_request",
     ),
     Guarantee(
