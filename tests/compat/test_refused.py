@@ -162,3 +162,13 @@ def test_a_request_that_cannot_be_passed_on_ends_nobody(caplog: pytest.LogCaptur
     unknown.sampling_params.max_tokens = None
     core.refuse(unknown, REFUSALS[1])
     assert not core.passed_on() and "request d-1: its prefill cannot be given back" in caplog.text
+
+
+def test_what_a_later_vllm_tells_of_a_refusal_besides_is_passed_on() -> None:
+    """Its input thread would end by it, and with it all clients."""
+    told: list[Any] = []
+    core = SimpleNamespace(_handle_request_preproc_error=lambda *why, **more: told.append((why, more)))
+    pass_on_unprepared(core)
+    refused = sent("plain", None)
+    core._handle_request_preproc_error(refused, error="a grammar")
+    assert told == [((refused,), {"error": "a grammar"})]

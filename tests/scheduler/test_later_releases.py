@@ -52,6 +52,8 @@ def test_a_pool_that_only_the_manager_names_is_bound_once(
     free = pool.get_num_free_blocks()
     hand_over(untold)
     assert pool.get_num_free_blocks() == free - 3
+    with pytest.raises(PDConnectorError, match="two block pools"):
+        untold.bind_block_pool(BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK))
 
 
 def test_without_a_pool_an_instance_does_not_begin_to_serve(untold: SchedulerHalf) -> None:

@@ -1,4 +1,5 @@
-"""A block of a window that came in part is never found by the prefix cache; with vLLM's own cache manager."""
+"""A block of a window that came in part is never found by the prefix cache, and what is held grows in place; with
+vLLM's own cache manager."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from vllm_pd_connector.compat.blocks import keep_unshared
+from vllm_pd_connector.compat.blocks import HeldBlocks, keep_unshared
 
 BLOCK, WINDOW, PROMPT = 128, 64, 300
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -83,3 +84,12 @@ def test_privacy_ends_with_the_request(manager: KVCacheManager) -> None:
     receive(manager, again)
     manager.cache_blocks(again, PROMPT - 1)
     assert manager.get_computed_blocks(make_request("second"))[1] == 256
+
+
+def test_what_a_running_prefill_holds_grows_in_place(manager: KVCacheManager) -> None:
+    """It grows with each step: a copy each time would take what the whole prompt has, again and again."""
+    held = HeldBlocks(manager.block_pool)
+    held.hold_ids("p-1", [1, 2])
+    before = held._blocks["p-1"]
+    held.hold_ids("p-1", [2, 3])
+    assert held._blocks["p-1"] is before and held.ids_of("p-1") == (1, 2, 3)

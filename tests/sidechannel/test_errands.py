@@ -11,7 +11,7 @@ import pytest
 
 from vllm_pd_connector.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, Release, Released
-from vllm_pd_connector.sidechannel.errands import LASTS_S, MOST, Errands
+from vllm_pd_connector.sidechannel.errands import AT_ONCE, LASTS_S, MOST, Errands
 
 FULL = Busy("512 other servers owe answers")
 
@@ -72,7 +72,8 @@ def test_what_is_sent_at_last_is_sent_no_more() -> None:
 @pytest.mark.parametrize("ends", [False, True])
 def test_what_was_not_heard_is_sent_again(outcome: Any, again: bool, when_ending: bool, ends: bool) -> None:
     errands, client = Errands(), Client()
-    errands.ends = ends
+    if ends:
+        errands.end()
     errands.send(client, "tcp://a:1", lambda: Release(()), 5.0, 0.0)
     assert errands.take(1, outcome, 2.0)
     assert list(moments(errands, client, 2.5)) == ([2.5] if (when_ending if ends else again) else [])
@@ -86,8 +87,34 @@ def test_only_so_many_wait_to_be_sent_again(caplog: pytest.LogCaptureFixture) ->
     for _ in range(MOST + 3):
         errands.send(client, "tcp://a:1", lambda: Release(()), 5.0, 0.0)
     client.tried.clear()
-    errands.turn(client, 0.5)
+    turns = 0
+    while errands.next_deadline() == 0.5:
+        errands.turn(client, 0.5)
+        turns += 1
+        assert len(client.tried) <= turns * AT_ONCE, "a turn is short"
     assert len(client.tried) == MOST
+
+
+def test_of_many_that_are_lost_at_one_server_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    errands, client = Errands(), Client()
+    client.refuses = FULL
+    for endpoint in ("tcp://a:1",) * 3 + ("tcp://b:1",) * 2:
+        errands.send(client, endpoint, lambda: Release(()), 5.0, 0.0)
+    assert list(moments(errands, client, 1000.0))
+    assert [line for line in caplog.messages if "in vain" in line] == [
+        f"giving back at tcp://{name}:1, in vain: {FULL}" for name in "ab"
+    ]
+
+
+def test_what_waits_when_the_sender_ends_is_tried_once_more_at_once() -> None:
+    errands, client = Errands(), Client()
+    errands.send(client, "tcp://a:1", lambda: Release(()), 5.0, 100.0)
+    assert errands.take(1, Unreachable("refused"), 101.0) and errands.next_deadline() == 101.5
+    errands.end()
+    assert errands.next_deadline() is not None and errands.next_deadline() <= 101.0
+    errands.turn(client, 101.0)
+    assert len(client.tried) == 2
+    assert errands.take(2, Unreachable("refused"), 101.0) and errands.next_deadline() is None
 
 
 def test_one_that_cannot_be_sent_is_nobody_elses() -> None:

@@ -335,11 +335,11 @@ class HeldBlocks:
 
     def hold_ids(self, request_id: str, ids: Iterable[int]) -> None:
         """The same of a few."""
-        held, blocks = self._blocks.get(request_id, {}), self._pool.blocks
+        held, blocks = self._blocks.get(request_id, ()), self._pool.blocks
         new = {i: blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
         more = list(new.values())
         self._pool.touch(more)
-        self._blocks[request_id] = held | new if held else new  # behind what may raise: what is here is given back
+        self._blocks.setdefault(request_id, {}).update(new)  # behind what may raise: what is here is given back
         self._holders.update(new.keys())
 
     def release(self, request_id: str) -> None:

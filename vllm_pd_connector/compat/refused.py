@@ -75,8 +75,8 @@ def pass_on_unprepared(core: Any) -> None:
 
     def also_passes_on(refuse: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(refuse)
-        def refuses(request: Any, *why: Any) -> None:
-            refuse(request, *why)
+        def refuses(request: Any, *why: Any, **more: Any) -> None:
+            refuse(request, *why, **more)
             _pass_on(core, request)
 
         return refuses

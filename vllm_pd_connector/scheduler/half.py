@@ -74,10 +74,9 @@ class SchedulerHalf:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self._recording = Recording(config.trace_dir)
         self.group_ids = tuple(kv_cache_config.transfer_group_ids)
-        loop = calling_loop()
+        self._loop = loop = calling_loop()
         if loop is not None:
             loop.on_refusal(self._refused)
-        self._loop = loop
         self.hold = StepHold(loop, self._num_waiting, lambda *load: self.consumer.loads(*load), self._received)
         self.beside = Beside()
         self.epochs = Epochs(config.adapter_ids, vllm_config.lora_config, lambda: self.beside.any)
@@ -116,8 +115,10 @@ class SchedulerHalf:
         self.consumer.sources.home = self.producer.home
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        if self._quarantine is not None:  # vLLM tells of it by itself, with the manager, or both ways
+        if self.epochs.pool is pool:  # vLLM tells of it by itself, with the manager, or both ways
             return
+        if self._quarantine is not None:
+            raise PDConnectorError("vLLM has told of two block pools; what is held in one is not held in the other")
         self._quarantine = Quarantine(pool)
         self.share.bind(self.producer.bind_block_pool(pool))
         self.epochs.pool = pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from vllm_pd_connector.protocol.push import registrations
 from vllm_pd_connector.protocol.wire.messages import GetManifests, ReadDone
 from vllm_pd_connector.protocol.wire.push_messages import PushInto, WithdrawPush
 from vllm_pd_connector.sidechannel import client
-from vllm_pd_connector.worker.receive import confirm, push_request
+from vllm_pd_connector.worker.receive import confirm, ending, push_request
 
 FULL = "1024 requests are under way there, the limit is 1024"
 BUSY = Busy(FULL)
@@ -165,3 +166,16 @@ def test_a_read_that_cannot_be_confirmed_yet_is_confirmed_later(prefill, decode,
     asked = full(decode, ReadDone, {1, 2}, heard=heard)
     assert decode.received(prefill.request("a")) == [True] and len(asked) == 3
     assert prefill.server.counts()["GetManifests"] == 1, "nothing says that the peer is gone"
+
+
+@pytest.mark.parametrize("lease", [SimpleNamespace(request_id="p-1", nonce=b""), None], ids=["a lease", "a push"])
+def test_what_is_given_back_later_keeps_nothing_else_of_its_receive(lease: Any) -> None:
+    """A thousand may wait for half a minute, each with plan, block tables and transfers."""
+    later: list[Any] = []
+    calls = SimpleNamespace(give_back=lambda endpoint, make, timeout_s: later.append(make))
+    active: Any = SimpleNamespace(
+        lease=lease, question=None, request=object(), began=1.0, link=SimpleNamespace(endpoint="")
+    )
+    ending.give_back(active, calls)  # type: ignore[arg-type]
+    kept = [cell.cell_contents for cell in later[0].__closure__]
+    assert len(kept) == 3 and not any(thing is active for thing in kept)

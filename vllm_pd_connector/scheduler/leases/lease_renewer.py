@@ -162,8 +162,9 @@ class LeaseRenewer:
         self._client.close()
 
     def _asks(self) -> bool:
-        """Whether something was not answered, or not sent."""
-        return self._client.under_way() > 0 or self._errands.next_deadline() is not None
+        """Whether something was not answered, or is still to be sent in time."""
+        again = self._errands.next_deadline()
+        return self._client.under_way() > 0 or (again is not None and again < self._until)
 
     def _sleep(self) -> None:
         """Until something is to be done; without memory to wait with, say, for a moment. Without this thread no lease
@@ -273,11 +274,13 @@ class LeaseRenewer:
             self._errands.send(self._client, address, make, REPLY_TIMEOUT_S, time.monotonic())
         except ProtocolError as error:
             logger.warning("giving back at %s: %s", address, error)
+        except Exception:  # nobody else's is to be kept for it
+            logger.exception("giving back at %s", address)
 
     def _end(self) -> None:
         """Nobody will read what still queues here."""
         self._stop, self._until = True, time.monotonic() + REPLY_TIMEOUT_S / 2
-        self._errands.ends = True
+        self._errands.end()
         for address, leases in self._leases.items():
             for batch in m.lease_batches(list(leases)):
                 self._give_back(address, partial(m.Release, batch))

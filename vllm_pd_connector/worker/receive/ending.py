@@ -103,13 +103,13 @@ def give_back(active: ActiveReceive, calls: PendingCalls) -> None:
     """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
     if active.lease is None and active.question:
         return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
-    lease, request = active.lease, active.request
+    lease, request, began = active.lease, active.request, active.began  # all that is kept while it is not heard
 
     def message() -> Release | DeclinePush:
         if lease is not None:
             return Release((Reading(lease.request_id, lease.nonce, request.attempt, request.shared),))
         assert request.push is not None
-        return DeclinePush(request.push.prefill, request.waited_s + max(time.monotonic() - active.began, 0.0))
+        return DeclinePush(request.push.prefill, request.waited_s + max(time.monotonic() - began, 0.0))
 
     try:
         calls.give_back(active.link.endpoint, message, RELEASE_TIMEOUT_S)
