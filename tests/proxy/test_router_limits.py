@@ -163,6 +163,28 @@ def test_the_longest_chat_has_room_in_a_prefills_answer() -> None:
 
 
 @over_bench
+async def test_an_answer_is_in_memory_once_when_it_is_read(bench: Bench) -> None:
+    async def whole(_request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(_request)
+        for _ in range(32 * MIB // len(piece)):
+            await response.write(piece)
+        return response
+
+    piece = b"x" * (64 << 10)
+    first, _ = await bench.pair(prefill=whole)
+    async with bench.client.post(f"{first.url}/v1/completions", json={}) as response:
+        tracemalloc.start()
+        try:
+            content = await instance.read_whole(response, "it", 64 * MIB)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert type(content) is bytes and content == piece * (32 * MIB // len(piece))
+    assert peak < 48 * MIB
+
+
+@over_bench
 async def test_an_event_without_end_is_an_error_that_says_whose(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_ANSWER_BYTES", MIB)
     _, second = await bench.pair(decode=streams(b"data: ", *[b"x" * (64 << 10)] * 64))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import math
 import time
 from collections import Counter
@@ -354,18 +355,19 @@ def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> 
 
 
 async def read_whole(response: aiohttp.ClientResponse, who: str, most: int) -> bytes:
-    """What `who` answered, of at most so many bytes; with another status than 200 at most MAX_REFUSAL_BYTES.
+    """What `who` answered, of at most so many bytes; with another status than 200 at most MAX_REFUSAL_BYTES. It is in
+    memory once: what `io.BytesIO` collects it gives away, of a bytearray bytes would be a copy.
 
     Raises:
         LegError: it is longer.
     """
     limit = most if response.status == 200 else min(most, MAX_REFUSAL_BYTES)
-    content, told = bytearray(), response.content_length or 0
+    content, told = io.BytesIO(), response.content_length or 0
     require_short(who, response.status, told, limit)
     async for chunk in response.content.iter_any():
-        content += chunk
-        require_short(who, response.status, max(len(content), told), limit)
-    return bytes(content)
+        content.write(chunk)
+        require_short(who, response.status, max(content.tell(), told), limit)
+    return content.getvalue()
 
 
 def require_short(who: str, status: int, size: int, limit: int) -> None:
