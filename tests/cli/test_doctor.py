@@ -149,6 +149,7 @@ def test_a_bridge_that_ucx_may_choose_is_noted(tmp_path: Path, monkeypatch: pyte
         ("mlx5_0", "'mlx5_0' is not here"),
         ("mlx5_0:1, eth0", "' eth0' is not here"),
         ("eth1,mlx5_7:1", "'eth1' and 'mlx5_7:1' are not here"),
+        ("", "UCX_NET_DEVICES is set and empty: UCX takes no device then, and NIXL does not start; unset it"),
     ],
 )
 def test_a_device_that_ucx_is_told_and_does_not_find_is_bad(

@@ -20,12 +20,14 @@ def ranks(engine: str = "p-0") -> list[Manifest]:
 
 
 class Counted(dict[str, str]):
-    """A dictionary that counts what it is asked."""
+    """A dictionary that adds to a list what it is asked."""
 
-    asked = 0
+    def __init__(self, content: dict[str, str], asked: list[object]) -> None:
+        super().__init__(content)
+        self.asked = asked
 
     def __contains__(self, key: object) -> bool:
-        Counted.asked += 1
+        self.asked.append(key)
         return super().__contains__(key)
 
 
@@ -34,11 +36,11 @@ def test_files_that_each_rank_names_otherwise_are_not_looked_for_at_every_other(
 ) -> None:
     """4096 workers that name 64 files each would take a thousand million looks."""
     told = [change(m, software="x" + CONFIGURATION + f"a{i}=1 b=2") for i, m in enumerate(ranks())]
-    own = Manifest.configuration.fget
+    own, asked = Manifest.configuration.fget, list[object]()
     assert own is not None
-    monkeypatch.setattr(Manifest, "configuration", property(lambda manifest: Counted(own(manifest))))
+    monkeypatch.setattr(Manifest, "configuration", property(lambda manifest: Counted(own(manifest), asked)))
     assert check_pd_topology(ranks("d-0")[0], told).allowed
-    assert Counted.asked <= RANKS
+    assert len(asked) <= RANKS
     told[1] = change(told[1], software="x" + CONFIGURATION + "b=3")
     assert "disagree about configuration b: 2 and 3" in check_pd_topology(ranks("d-0")[0], told).reason
 

@@ -23,6 +23,7 @@ from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, Handler, streams
 from vllm_pd_connector.proxy import exchange, instance, legs, router
 from vllm_pd_connector.proxy.instance import InstanceState
+from vllm_pd_connector.routing.prompt_ids import MOST_IDS
 
 MIB = 1 << 20
 
@@ -153,6 +154,34 @@ def test_an_answer_without_end_is_an_error_that_says_whose(
 
     ask()
     assert sent[0] < 32 * MIB, "it was read to its end"
+
+
+def test_the_longest_chat_has_room_in_a_prefills_answer() -> None:
+    """At the limit before there were ids, contexts of 10M tokens were 502, and a failure of a healthy prefill."""
+    blocks, longest_id = 64 * MIB, len(f"{10**7 - 1},")
+    assert blocks + longest_id * MOST_IDS <= instance.MAX_PREFILL_BYTES
+
+
+@over_bench
+async def test_an_answer_is_in_memory_once_when_it_is_read(bench: Bench) -> None:
+    async def whole(_request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(_request)
+        for _ in range(32 * MIB // len(piece)):
+            await response.write(piece)
+        return response
+
+    piece = b"x" * (64 << 10)
+    first, _ = await bench.pair(prefill=whole)
+    async with bench.client.post(f"{first.url}/v1/completions", json={}) as response:
+        tracemalloc.start()
+        try:
+            content = await instance.read_whole(response, "it", 64 * MIB)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert type(content) is bytes and content == piece * (32 * MIB // len(piece))
+    assert peak < 48 * MIB
 
 
 @over_bench

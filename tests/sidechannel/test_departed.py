@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.sidechannel.ends import ENGINE, INCARNATION, PATIENCE_S, address, wait_for
+from tests.support.patience import PATIENCE_S
+from tests.support.sidechannel.ends import ENGINE, INCARNATION, address, wait_for
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer

@@ -107,6 +107,25 @@ def test_a_pause_that_the_kernel_has_no_room_to_end_goes_on_and_ends_nobody(hubs
     assert refused and first.state is LivenessState.OPEN
 
 
+def test_that_nobody_is_taken_is_said_once_until_somebody_is(hubs, monkeypatch, caplog):
+    """Somebody may wait for hours where many are connected, and is looked for every second."""
+    monkeypatch.setattr("vllm_pd_connector.transport.liveness.MAX_DIALLERS", 1)
+    monkeypatch.setattr("vllm_pd_connector.transport.liveness.PAUSE_S", 0.01)
+    here, there = hubs
+    pauses, pause = [], there._pause
+    monkeypatch.setattr(there, "_pause", lambda why: (pause(why), pauses.append(why)))
+    link = here.dial(HERE, there.port, "b", 60.0)
+    is_open(link)
+    for said in (1, 2):
+        others = here.dial(HERE, there.port, "b", 60.0)
+        pauses.clear()
+        until(lambda: len(pauses) > 5, "pauses")
+        assert caplog.text.count("1 are connected, at most 1 may be") == said
+        link.hang_up()
+        is_open(others)
+        link = others
+
+
 def test_who_dials_where_many_are_connected_waits_and_nobody_is_hung_up_on_for_it(hubs, monkeypatch, caplog):
     """Who has greeted would take it for the end of this process."""
     monkeypatch.setattr("vllm_pd_connector.transport.liveness.MAX_DIALLERS", 3)

@@ -139,6 +139,9 @@ def _rdma(rdma: list[str], opens: bool) -> Finding:
 def _ways(rdma: list[str], opens: bool, active: list[str] | None) -> Finding:
     """`active`: the devices and interfaces that UCX finds; None where nobody would take it."""
     named = _named_devices() or []
+    if active is not None and named == [""]:
+        says = f"{_DEVICES} is set and empty: UCX takes no device then, and NIXL does not start; unset it"
+        return Finding("UCX", "bad", f"{says}. There are {', '.join(active) or 'none'}")
     # UCX takes names as they are, blanks too (1.23, seen); "^a,b" leaves these out, "a[0-3]" are four.
     wanted = [] if named[:1] and named[0].startswith("^") else [one for one in named if "[" not in one]
     if active is not None and (missing := [repr(one) for one in wanted if one not in active]):

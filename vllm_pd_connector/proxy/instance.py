@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import math
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from vllm_pd_connector.routing.handoff import fetches_media
+from vllm_pd_connector.routing.prompt_ids import MOST_IDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -46,8 +48,9 @@ ENGINE_FAILED = b'"Internal server error"'
 """vLLM's message, in JSON, where an engine's request failed. A reason that another host gave stands within others."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
-MAX_PREFILL_BYTES = 64 << 20
-"""Of a prefill instance's answer: one token, and the ids of a prompt's blocks."""
+MAX_PREFILL_BYTES = (64 << 20) + 8 * MOST_IDS
+"""Of a prefill instance's answer: one token, the ids of a prompt's blocks, and those of its tokens, which take up to 8
+bytes each (seven digits and a comma): of the longest context, too, a healthy prefill is not to be blamed for them."""
 MAX_ANSWER_BYTES = 256 << 20
 """Of a decode instance's answer in one piece, and of an event of its stream. An echoed prompt of 128 Ki tokens with 20
 log-probabilities each takes about 200 MB."""
@@ -352,18 +355,19 @@ def require_good(who: str, response: aiohttp.ClientResponse, content: bytes) -> 
 
 
 async def read_whole(response: aiohttp.ClientResponse, who: str, most: int) -> bytes:
-    """What `who` answered, of at most so many bytes; with another status than 200 at most MAX_REFUSAL_BYTES.
+    """What `who` answered, of at most so many bytes; with another status than 200 at most MAX_REFUSAL_BYTES. It is in
+    memory once: what `io.BytesIO` collects it gives away, of a bytearray bytes would be a copy.
 
     Raises:
         LegError: it is longer.
     """
     limit = most if response.status == 200 else min(most, MAX_REFUSAL_BYTES)
-    content, told = bytearray(), response.content_length or 0
+    content, told = io.BytesIO(), response.content_length or 0
     require_short(who, response.status, told, limit)
     async for chunk in response.content.iter_any():
-        content += chunk
-        require_short(who, response.status, max(len(content), told), limit)
-    return bytes(content)
+        content.write(chunk)
+        require_short(who, response.status, max(content.tell(), told), limit)
+    return content.getvalue()
 
 
 def require_short(who: str, status: int, size: int, limit: int) -> None:

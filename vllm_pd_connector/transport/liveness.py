@@ -95,6 +95,7 @@ class LivenessHub:
         self._arriving: dict[socket.socket, IncomingLink] = {}
         self._unauthenticated: dict[socket.socket, IncomingLink] = {}  # those of them that did not greet, oldest first
         self._paused_until = 0.0
+        self._paused_for = ""  # why nobody was taken, since somebody was
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._wake = Wake()
@@ -237,10 +238,14 @@ class LivenessHub:
             logger.warning("hung up on who dials this worker: %s", error.strerror)
             return arrived.close()
         self._arriving[arrived] = self._unauthenticated[arrived] = incoming
+        self._paused_for = ""
 
     def _pause(self, why: str) -> None:
-        """Take nobody for a while: the listener stays readable as long as somebody waits."""
-        logger.warning("nobody is taken for %s s who dials this worker: %s", PAUSE_S, why)
+        """Take nobody for a while: the listener stays readable as long as somebody waits. It may go on so for hours,
+        and is said once."""
+        if why != self._paused_for:
+            logger.warning("nobody is taken who dials this worker, tried again every %s s: %s", PAUSE_S, why)
+            self._paused_for = why
         self._selector.unregister(self._listener)
         self._paused_until = time.monotonic() + PAUSE_S
 
