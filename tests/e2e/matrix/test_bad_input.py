@@ -84,7 +84,7 @@ CHANGES = [
     setting("remote_engine_id", "another-engine", "'another-engine' asked for"),
     setting("remote_request_id", "cmpl-nobody-asked-for-this", "no lease of this request is known"),
     setting("remote_port", free_port(), "cannot be reached (4 attempts failed): connection refused"),
-    setting("remote_num_tokens", 10**6, "the prefilled prompt (1000000 tokens"),
+    setting("remote_num_tokens", 10**6, "1000000 t"),  # not this prompt's, or more than this model's decode leaves
     own("version", 99, "99"),
     own("incarnation", "0" * 32, "incarnation"),
     own("nonce", "0" * 32, "the nonce is another"),

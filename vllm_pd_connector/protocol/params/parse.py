@@ -396,5 +396,5 @@ def convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
         for text in _texts(ours):
             text.encode()  # JSON has escapes for what is no text: a lease's name could not be made of it
         return msgspec.convert(ours, struct)
-    except Exception as error:  # the border to a user's data, as in messages
+    except Exception as error:  # a user's data, as in messages; msgspec says `Object contains unknown field`, say
         raise ProtocolError(f"kv_transfer_params: {error}"[:4096]) from error
