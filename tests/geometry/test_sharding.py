@@ -50,29 +50,34 @@ def test_pieces_that_tile_a_box_pass() -> None:
         require_one_writer("scalar", (), [(), ()])
 
 
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Box, Box]]:
+    """Each two pieces that are compared."""
+    pairs: list[tuple[Box, Box]] = []
+
+    def noted(a: Box, b: Box) -> Box | None:
+        pairs.append((a, b))
+        return intersect(a, b)
+
+    monkeypatch.setattr(sharding, "intersect", noted)
+    return pairs
+
+
 @pytest.mark.parametrize("divided", [0, 1, 2])
-def test_many_pieces_are_compared_with_their_neighbours_only(divided: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pieces_are_compared_with_their_neighbours_only(divided: int, compared: list[tuple[Box, Box]]) -> None:
     """A peer may name thousands of ranks, and every pair of them would take minutes; whichever axis they divide."""
     whole = [Interval(0, 2000)] * 3
     places = random.Random(1).sample(range(2000), 2000)
     pieces = [(*whole[:divided], Interval(i, i + 1), *whole[divided + 1 :]) for i in places]
-    compared = 0
-
-    def counting(a: Box, b: Box) -> Box | None:
-        nonlocal compared
-        compared += 1
-        return intersect(a, b)
-
-    monkeypatch.setattr(sharding, "intersect", counting)
     require_one_writer("t", tuple(whole), pieces)
-    assert compared <= len(pieces)
+    assert len(compared) <= len(pieces)
     twice = (*whole[:divided], Interval(700, 702), *whole[divided + 1 :])
     with pytest.raises(IncompatiblePeer, match=r"multiple writers for .*\[700, 701\)"):
         require_one_writer("t", tuple(whole), [*pieces, twice])
 
 
 def test_heads_that_are_cut_otherwise_for_each_share_of_the_tokens_are_compared_within_it(
-    monkeypatch: pytest.MonkeyPatch,
+    compared: list[tuple[Box, Box]],
 ) -> None:
     """Each of a thousand pieces overlaps nearly all others along the heads, and none of them in its share."""
     shares = 500
@@ -80,16 +85,8 @@ def test_heads_that_are_cut_otherwise_for_each_share_of_the_tokens_are_compared_
     pieces = [
         (part, Interval(i, i + 1)) for i in range(shares) for part in (Interval(0, i + 1), Interval(i + 1, shares + 1))
     ]
-    compared = 0
-
-    def counting(a: Box, b: Box) -> Box | None:
-        nonlocal compared
-        compared += 1
-        return intersect(a, b)
-
-    monkeypatch.setattr(sharding, "intersect", counting)
     require_one_writer("t", whole, pieces)
-    assert compared <= len(pieces)
+    assert len(compared) <= len(pieces)
     pieces[100] = Interval(0, 52), Interval(50, 51)
     with pytest.raises(IncompatiblePeer, match=r"multiple writers for \[51, 52\) x \[50, 51\)"):
         require_one_writer("t", whole, pieces)

@@ -159,9 +159,7 @@ class Legs:
         while (instance := self._choose(role, request, set(refused))) is not None:
             if role is InstanceRole.PREFILL:
                 request.prefilled_at = instance.url
-            body, headers = prepare(instance)
-            content, headers = encoded_body(body), {**headers, "Content-Type": "application/json"}
-            del body  # it may have token ids, which take more than their text
+            content, headers = encoded_leg(*prepare(instance))
             logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
@@ -304,6 +302,11 @@ def require_here(role: InstanceRole, instance: Instance, response: aiohttp.Clien
             f"{role} instance {instance.url} answered {response.status}, which sends its clients elsewhere, to "
             f"{place!r:.200}; give the router the URL at which requests are served",
         )
+
+
+def encoded_leg(body: Body, headers: Headers) -> tuple[bytes, Headers]:
+    """What is sent. The body itself is not kept: it may have token ids, which take more than their text."""
+    return encoded_body(body), {**headers, "Content-Type": "application/json"}
 
 
 def encoded_body(body: Body) -> bytes:
