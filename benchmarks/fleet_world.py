@@ -80,6 +80,10 @@ class Calls:
             self._handlers[number] = handler
         self._clock.after(LATENCY_S, lambda: prefill.arrive(frame, self._name, self._deliver))
 
+    def give_back(self, endpoint: str, make: Callable[[], m.Request], timeout_s: float) -> None:
+        """Nobody here has no room for it, so it is sent once."""
+        self.ask(endpoint, make(), timeout_s)
+
     def _deliver(self, frame: bytes) -> None:
         began = time.thread_time()
         number, reply = m.decode_reply(frame)
